@@ -220,6 +220,7 @@ def default_fields(family: str) -> dict[str, Any]:
 
 
 def vision_fields() -> dict[str, Any]:
+    """What the vision tower of a tiny qwen3_5_moe sets."""
     return dict(
         depth=2,
         hidden_size=32,
@@ -269,12 +270,11 @@ def config(family: str, **overrides: Any) -> PretrainedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the checkpoint. `parts`: names of the per-expert tensors it is stacked from (gate and up rows, expert by expert)."""
+    """Name, shape and dtype of one tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -306,8 +306,8 @@ def mtp_specs(family: str, model_config: PretrainedConfig) -> list[TensorSpec]:
     if family == "glm_moe_dsa":
         one_layer = config_with(model_config, num_hidden_layers=1, mlp_layer_types=["sparse"], indexer_types=["full"])
         prefix, layer = "model.layers.0.", f"model.layers.{GLM_MTP_LAYER}."
-        extra = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
-        extra = {layer + name: shape for name, shape in extra.items()}
+        extra = {layer + "eh_proj.weight": (hidden, 2 * hidden)}
+        extra |= {f"{layer}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     elif family in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"):
         one_layer = config_with(model_config.get_text_config(), num_hidden_layers=1)
         one_layer.architectures = ["Qwen3NextForCausalLM" if family == "qwen3_next" else "Qwen3_5MoeForCausalLM"]
@@ -343,6 +343,7 @@ def expert_specs(spec: TensorSpec) -> list[TensorSpec]:
 
 
 def is_fused(name: str) -> bool:
+    """Whether `name` is a tensor of all experts of a layer."""
     return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
@@ -351,9 +352,11 @@ def fill(spec: TensorSpec, seed: int, zero_centred_norms: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()[:7], "big"))
     module, _, leaf = spec.name.rpartition(".")
     uniform = torch.rand(spec.shape, generator=generator).mul_(2).sub_(1)  # [-1, 1)
-    if leaf == "A_log":  # Gated DeltaNet's decay per token is exp(-exp(A_log) * softplus(a + dt_bias)):
+    # Gated DeltaNet's decay per token is exp(-exp(A_log) * softplus(a + dt_bias)). From these ranges the heads remember between
+    # one token and about a hundred, so that a state leaking from one packed row into the next is seen.
+    if leaf == "A_log":
         values = uniform.mul_(2).sub_(1)  # from -3 to 1
-    elif leaf == "dt_bias":  # with these the state remembers between 1 and 60 tokens, so that a leak from one packed row to another is seen
+    elif leaf == "dt_bias":
         values = uniform.sub_(1)  # from -2 to 0
     elif len(spec.shape) == 1:  # norms and biases
         gated = ".linear_attn." in spec.name or ".visual." in spec.name  # these norms multiply by w, not by 1 + w
@@ -364,16 +367,14 @@ def fill(spec: TensorSpec, seed: int, zero_centred_norms: bool) -> torch.Tensor:
     return values.to(spec.dtype)
 
 
-def tensors(specs: list[TensorSpec], seed: int, zero_centred_norms: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def generate(specs: list[TensorSpec], seed: int, zero_centred_norms: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, values) of each tensor. A fused one is its experts one below the other, so both forms hold the same weights."""
     for spec in specs:
-        if not is_fused(spec.name):
+        if is_fused(spec.name):
+            parts = [fill(part, seed, zero_centred_norms) for part in expert_specs(spec)]
+            yield spec.name, torch.cat(parts).view(spec.shape)
+        else:
             yield spec.name, fill(spec, seed, zero_centred_norms)
-            continue
-        fused = torch.empty(spec.shape, dtype=spec.dtype)
-        rows = fused.flatten(0, 1)
-        for part, target in zip(expert_specs(spec), rows.split(expert_specs(spec)[0].shape[0]), strict=True):
-            target.copy_(fill(part, seed, zero_centred_norms))
-        yield spec.name, fused
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -423,6 +424,7 @@ def make(
 
 
 def write_weights(specs: list[TensorSpec], output: Path, seed: int, zero_centred_norms: bool, max_shard_bytes: int | None) -> None:
+    """Writes `specs` in their order, one shard in memory at a time. A layer may lie in two files, as it does on the hub."""
     shards: list[list[TensorSpec]] = [[]]
     for spec in specs:
         full = max_shard_bytes is not None and sum(other.num_bytes for other in shards[-1]) + spec.num_bytes > max_shard_bytes
@@ -432,7 +434,7 @@ def write_weights(specs: list[TensorSpec], output: Path, seed: int, zero_centred
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if max_shard_bytes is None else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(dict(tensors(shard, seed, zero_centred_norms)), output / file, metadata={"format": "pt"})
+        save_file(dict(generate(shard, seed, zero_centred_norms)), output / file, metadata={"format": "pt"})
         weight_map |= {spec.name: file for spec in shard}
     if max_shard_bytes is not None:
         total = sum(spec.num_bytes for spec in specs)
