@@ -1,0 +1,630 @@
+"""Names and tensors between a Hugging Face checkpoint and the model in memory, one unit at a time, both ways.
+
+    checkpoint = Checkpoint(path)                          # reads headers only
+    model = build_skeleton(path, attn_implementation="sdpa")  # on the meta device
+    converter = Converter(model, checkpoint)               # names only; raises when checkpoint and model do not fit
+    loader = Loader(converter)
+    for unit in converter.units:                           # decoder layers in order, then the root
+        loader.load_unit(unit)                             # collective; wrap and shard the unit right after it
+    loader.finish()
+
+A unit is what FSDP wraps: a decoder layer, or the root (embeddings, final norm, head). No rank ever holds more than the unit it builds;
+the rank that reads holds one more, read ahead.
+
+Names come from transformers' own conversion tables. The common case, experts that are separate on disk and fused in memory, is not
+converted but read straight into its place: expert e's gate rows are a contiguous slice of the fused tensor, and so are its up rows.
+"""
+
+import ctypes
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.initialization import no_init_weights, no_tie_weights
+
+from common import dist
+from common.families import family_of
+from common.tensor_files import Checkpoint, bytes_of, read_config, summary
+
+# Collectives of more than 2^31 bytes have failed in more than one library; experts of one layer reach 8 GB.
+BROADCAST_BYTES = 1 << 30
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Config and skeleton
+
+
+def cut_config(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A copy of config.json's content for the first `num_layers` decoder layers, without multi-token prediction.
+
+    Lists with one entry a layer (layer_types, mlp_layer_types, ...) are cut as well: configs refuse lists of another length.
+    """
+    raw = deepcopy(raw)
+    text = raw.get("text_config") or raw
+    total = text["num_hidden_layers"]
+    if not 1 <= num_layers <= total:
+        raise ValueError(f"{num_layers} layers were asked for; the checkpoint has {total}.")
+    if num_layers == total:
+        return raw
+    for key, value in text.items():
+        if isinstance(value, list) and len(value) == total and ("layer" in key or key.endswith("types")):
+            text[key] = value[:num_layers]
+    text["num_hidden_layers"] = num_layers
+    for part in (raw, text):
+        # The extra layer predicts from the state after the last layer, which is another one now.
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if key in part:
+                part[key] = 0
+    return raw
+
+
+def load_config(path: str | Path, num_layers: int | None = None) -> PretrainedConfig:
+    """The config of the language model in the checkpoint folder `path`, cut to its first `num_layers` layers when given.
+
+    A checkpoint with a vision tower gives its text config: the tower is not part of the model that is trained.
+    """
+    raw = read_config(path)
+    if "quantization_config" in raw or "quantization_config" in (raw.get("text_config") or {}):
+        raise ValueError(f"{path}: config.json has a quantization_config; quantised checkpoints cannot be loaded. Use the bf16 one.")
+    if raw.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: this version of transformers does not know model_type {raw.get('model_type')!r}.")
+    if num_layers is not None:
+        raw = cut_config(raw, num_layers)
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config()
+    config._name_or_path = str(path)
+    return config
+
+
+def build_skeleton(
+    path_or_config: str | Path | PretrainedConfig,
+    *,
+    attn_implementation: str,
+    experts_implementation: str | None = None,
+    num_layers: int | None = None,
+    decoder_layer: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PreTrainedModel:
+    """The causal language model of a checkpoint folder (or of a config) on the meta device: names, shapes and dtypes, no memory.
+
+    Parameters have `dtype`, except those that the model keeps in float32 (GLM's router). Weights are not tied yet: the loader does that.
+    decoder_layer: class name of the decoder layer where neither the family table nor `_no_split_modules` tells it.
+    """
+    if isinstance(path_or_config, PretrainedConfig):
+        assert num_layers is None, "give num_layers to load_config"
+        config = deepcopy(path_or_config)
+    else:
+        config = load_config(path_or_config, num_layers)
+    if experts_implementation is None and not rows_are_aligned(config):
+        # grouped_mm is the default and wants rows of whole 16 bytes.
+        experts_implementation = "eager"
+    options = {} if experts_implementation is None else {"experts_implementation": experts_implementation}
+    with torch.device("meta"), no_tie_weights(), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation, **options)
+    keep_in_float32(model)
+    generation = Path(config._name_or_path or "") / "generation_config.json"
+    if config._name_or_path and generation.is_file():
+        model.generation_config = GenerationConfig.from_pretrained(generation.parent)
+    model.decoder_layer_paths = find_decoder_layers(model, decoder_layer)
+    return model
+
+
+def rows_are_aligned(config: PretrainedConfig) -> bool:
+    sizes = (getattr(config, name, None) for name in ("hidden_size", "moe_intermediate_size"))
+    return all(size % 8 == 0 for size in sizes if size is not None)
+
+
+def keep_in_float32(model: PreTrainedModel) -> None:
+    """from_pretrained upcasts some parameters by name while it loads; a model built from its config has them in its own dtype."""
+    patterns = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in list(model.named_parameters()):
+        if any(pattern in name for pattern in patterns) and parameter.dtype in (torch.bfloat16, torch.float16):
+            module_path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module_path), leaf, nn.Parameter(parameter.data.float(), parameter.requires_grad))
+
+
+def find_decoder_layers(model: PreTrainedModel, decoder_layer: str | None = None) -> list[str]:
+    """Module paths of the decoder layers in order. Raises when they do not number `num_hidden_layers`.
+
+    Looked for: `decoder_layer`, else the family's class, else the model's own `_no_split_modules`.
+    """
+    known = decoder_layer or family_of(model.config).decoder_layer
+    wanted = {known} if known else set(model._no_split_modules or ())
+    paths = [path for path, module in model.named_modules() if type(module).__name__ in wanted]
+    expected = model.config.num_hidden_layers
+    if len(paths) != expected:
+        repeated = [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
+        classes = sorted({type(child).__name__ for child in repeated})
+        raise ValueError(
+            f"{type(model).__name__} has {len(paths)} modules of class {' or '.join(sorted(wanted)) or '(none known)'}, but num_hidden_layers is "
+            f"{expected}. Set decoder_layer to the class of one decoder layer. Classes of repeated modules: {', '.join(classes) or 'none'}."
+        )
+    return paths
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A decoder layer (`name` is its module path), or the root: name and path are empty."""
+
+    name: str
+    module_path: str
+    model_names: tuple[str, ...]  # parameters and persistent buffers, full names
+
+
+@dataclasses.dataclass
+class Conversion:
+    """Checkpoint tensors that become model tensors through an operation of transformers that is not a placement."""
+
+    target: str  # the model name that transformers derives from the checkpoint names
+    converter: WeightConverter
+    patterns: dict[str, str]  # checkpoint name -> source pattern of the converter
+    model_names: tuple[str, ...] = ()
+
+
+class Converter:
+    """The map between checkpoint names and model names. Build it on the meta skeleton, before anything is wrapped.
+
+    Attributes:
+        units: decoder layers in order, then the root.
+        untouched: checkpoint names that the model has no use for and an export copies (multi-token prediction, vision tower).
+        cut: checkpoint names of layers beyond the model's last; they are dropped.
+        tied: model name -> name of the model tensor that it shares.
+
+    Raises one ValueError that lists everything that is missing, unexpected or of another shape; nothing but headers has been read by then.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint):
+        self.model, self.checkpoint = model, checkpoint
+        self._meta: dict[str, Tensor] = dict(model.state_dict())
+        # Model name -> {checkpoint name: index}: model_tensor[index] is the checkpoint's tensor, always a contiguous slice.
+        self._pieces: dict[str, dict[str, tuple]] = {}
+        self._conversions: dict[str, Conversion] = {}  # by model name; several names may share one
+        self._copies: dict[str, list[str]] = {}  # model name -> further checkpoint tensors with the same content (a tied head)
+        self._loaded: dict[str, torch.dtype] = {}  # model name -> dtype after conversion, before any cast
+        self.untouched: list[str] = []
+        self.cut: list[str] = []
+        self._problems: list[str] = []
+        self._map_names()
+        self._tie()
+        self._check()
+        if self._problems:
+            raise ValueError(f"{checkpoint.path} does not fit {type(model).__name__}:{summary(self._problems, limit=200)}")
+        self._model_name = {disk: name for name in self._meta for disk in self.disk_names(name) if name not in self.tied}
+        self.units = self._make_units()
+
+    def _map_names(self) -> None:
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = self.model.base_model_prefix
+        for disk in sorted(self.checkpoint.names, key=dot_natural_key):
+            name, pattern = rename_source_key(disk, renamings, converters, prefix, self._meta)
+            if name not in self._meta:
+                # Already named as in memory: renaming broke it.
+                as_is, _ = rename_source_key(disk, [], [], prefix, self._meta)
+                name, pattern = (as_is, None) if as_is in self._meta else (name, pattern)
+            if name not in self._meta:
+                self._set_aside(disk, rename_source_key(disk, renamings, [])[0])
+            elif pattern is None:
+                self._add_piece(name, disk, ())
+            elif (index := self._expert_index(name, rename_source_key(disk, renamings, [])[0], by_pattern[pattern], pattern)) is not None:
+                self._add_piece(name, disk, index)
+            else:
+                conversion = self._conversions.setdefault(name, Conversion(name, by_pattern[pattern], {}))
+                conversion.patterns[disk] = pattern
+        # Only what matched may be reverted: the table also holds renamings for other forms of the checkpoint, and reverting those adds
+        # prefixes that are not on disk.
+        self.model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+        for conversion in list(self._conversions.values()):
+            self._plan_conversion(conversion)
+
+    def _set_aside(self, disk: str, renamed: str) -> None:
+        """Sorts a checkpoint name that is no tensor of the model into untouched, cut or unexpected."""
+        text = self.checkpoint.config.get("text_config") or self.checkpoint.config
+        base_layers, layers = text.get("num_hidden_layers", 0), self.model.config.num_hidden_layers
+        prefix = self.model.base_model_prefix + "."
+        layers_path = self.model.decoder_layer_paths[0].rpartition(".")[0].removeprefix(prefix)
+        match = re.match(rf"(?:{re.escape(prefix)})?{re.escape(layers_path)}\.(\d+)\.", renamed)
+        layer = int(match[1]) if match else -1
+        if layers <= layer < base_layers:
+            self.cut.append(disk)
+            return
+        ignored = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+        extra_layers = range(base_layers, base_layers + (text.get("num_nextn_predict_layers") or 0))
+        if not any(re.search(pattern, renamed) for pattern in ignored) and layer not in extra_layers:
+            self._problems.append(f"unexpected: {disk} {list(self.checkpoint.shape(disk))}")
+        elif layers < base_layers and (layer >= base_layers or re.search(r"(^|\.)mtp\.", renamed)):
+            self.cut.append(disk)  # multi-token prediction belongs behind the last layer, which is cut
+        else:
+            self.untouched.append(disk)
+
+    def _expert_index(self, name: str, renamed: str, converter: WeightConverter, pattern: str) -> tuple | None:
+        """Where an expert's tensor lies in the fused one, or None when the converter does something else than placing experts."""
+        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+        sources, targets = converter.source_patterns, converter.target_patterns
+        if len(targets) != 1 or pattern.count("*") != 1 or self._meta[name].dim() != 3:
+            return None
+        before, after = pattern.split("*")
+        match = re.search(re.escape(before) + r"(\d+)" + re.escape(after) + "$", renamed)
+        if match is None:
+            return None
+        if operations == [("MergeModulelist", 0)] and len(sources) == 1:
+            return (int(match[1]),)
+        if operations == [("MergeModulelist", 0), ("Concatenate", 1)]:
+            rows = self._meta[name].shape[1] // len(sources)
+            first = sources.index(pattern) * rows
+            return (int(match[1]), slice(first, first + rows))
+        return None
+
+    def _add_piece(self, name: str, disk: str, index: tuple) -> None:
+        pieces = self._pieces.setdefault(name, {})
+        if index in pieces.values() or (pieces and () in (index, *pieces.values())):
+            self._problems.append(f"twice: {name} is in {next(iter(pieces))} and again in {disk}")
+            return
+        expected = self._meta[name]
+        if index and index[0] >= expected.shape[0]:
+            self._problems.append(f"unexpected: {disk}, but {name} has {expected.shape[0]} experts")
+            return
+        shape = self.checkpoint.shape(disk)
+        if tuple(expected[index].shape) != shape:
+            self._problems.append(f"shape: {disk} is {list(shape)}, {name} needs {list(expected[index].shape)}")
+        pieces[disk] = index
+
+    def _plan_conversion(self, conversion: Conversion) -> None:
+        """Runs the conversion there and back on meta tensors: that tells the names and shapes it will produce."""
+        sources = {disk: self.checkpoint.empty(disk, device="meta") for disk in conversion.patterns}
+        try:
+            converted = self._run(conversion, dict(sources))
+            restored = revert_weight_conversion(self.model, dict(converted))
+        except Exception as error:
+            raise ValueError(f"{', '.join(sources)} cannot be converted to {conversion.target} and back: {error}") from error
+        del self._conversions[conversion.target]
+        conversion.model_names = tuple(converted)
+        for name, tensor in converted.items():
+            if name in self._meta and tensor.shape == self._meta[name].shape:
+                self._conversions[name] = conversion
+                self._loaded[name] = tensor.dtype
+            else:
+                self._problems.append(f"shape: {', '.join(sources)} become {name} {list(tensor.shape)}, which the model does not have")
+        if {disk: tensor.shape for disk, tensor in restored.items()} != {disk: tensor.shape for disk, tensor in sources.items()}:
+            self._problems.append(f"{', '.join(sources)} would be written back as {', '.join(restored)}")
+
+    def _run(self, conversion: Conversion, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        converter = deepcopy(conversion.converter)  # it collects tensors
+        for disk in sorted(tensors, key=dot_natural_key):  # the order decides which expert is which: 10 comes after 9
+            converter.add_tensor(conversion.target, disk, conversion.patterns[disk], tensors[disk])
+        converted = converter.convert(conversion.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+    def _tie(self) -> None:
+        """Shared tensors are read once. On disk either name may be there, or both with the same content."""
+        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        for name, source in self.tied.items():
+            if name not in self._pieces:
+                continue
+            if source not in self._pieces:
+                self._pieces[source] = self._pieces.pop(name)
+            else:
+                self._copies.setdefault(source, []).extend(self._pieces.pop(name))
+
+    def _check(self) -> None:
+        for name, meta in self._meta.items():
+            if name in self.tied or name in self._conversions:
+                continue
+            if name not in self._pieces:
+                self._problems.append(f"missing: {name} {list(meta.shape)}")
+                continue
+            pieces = self._pieces[name]
+            self._problems.extend(f"missing: {text}" for text in missing_experts(name, meta.shape, pieces))
+            dtypes = {self.checkpoint.dtype(disk) for disk in pieces}
+            if len(dtypes) > 1:
+                self._problems.append(f"mixed: the tensors of {name} have dtypes {', '.join(sorted(map(str, dtypes)))}")
+            self._loaded[name] = dtypes.pop()
+
+    def _make_units(self) -> list[Unit]:
+        names = [name for name in self._meta if name not in self.tied]
+        units = []
+        for path in self.model.decoder_layer_paths:
+            units.append(Unit(path, path, tuple(name for name in names if name.startswith(path + "."))))
+        inside = {name for unit in units for name in unit.model_names}
+        return [*units, Unit("", "", tuple(name for name in names if name not in inside))]
+
+    def shape(self, model_name: str) -> torch.Size:
+        return self._meta[model_name].shape
+
+    def dtype(self, model_name: str) -> torch.dtype:
+        """The dtype that the model declares for this tensor."""
+        return self._meta[model_name].dtype
+
+    def loaded_dtype(self, model_name: str) -> torch.dtype:
+        """The dtype that the tensor has as it comes from the checkpoint."""
+        return self._loaded[model_name]
+
+    def disk_names(self, model_name: str) -> list[str]:
+        """Names of the checkpoint tensors that hold this model tensor, experts in order."""
+        name = self.tied.get(model_name, model_name)
+        if name in self._conversions:
+            return list(self._conversions[name].patterns)
+        return [*self._pieces[name], *self._copies.get(name, ())]
+
+    def read(self, model_names: Iterable[str], stop: threading.Event | None = None) -> dict[str, Tensor]:
+        """Reads these model tensors from the checkpoint, on the CPU, in the checkpoint's dtype."""
+        tensors, places, copies, conversions = self._allocate(model_names)
+        self.checkpoint.read_into(places, stop)
+        return self._complete(tensors, places, copies, conversions)
+
+    def to_model(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Checkpoint tensors -> model tensors (copies), in the checkpoint's dtype. Every tensor of each model tensor must be there."""
+        names = dict.fromkeys(self._model_name[disk] for disk in tensors)
+        model_tensors, places, copies, conversions = self._allocate(names)
+        if absent := [disk for disk in places if disk not in tensors]:
+            raise ValueError(f"to make {', '.join(names)}, these are needed as well:{summary(absent)}")
+        for disk, place in places.items():
+            place.copy_(tensors[disk])
+        return self._complete(model_tensors, places, copies, conversions)
+
+    def to_checkpoint(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Model tensors -> checkpoint tensors under the names and in the form (fused or per expert) that the checkpoint has.
+
+        Values are views of the given tensors where the form allows it. A conversion that makes several model tensors needs all of them.
+        """
+        result: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
+        for name, tensor in named.items():
+            name = self.tied.get(name, name)
+            if name in self._conversions:
+                converted[name] = tensor
+                continue
+            result.update({disk: tensor[index] for disk, index in self._pieces[name].items()})
+            result.update(dict.fromkeys(self._copies.get(name, ()), tensor))
+        for conversion in {id(self._conversions[name]): self._conversions[name] for name in converted}.values():
+            result.update(revert_weight_conversion(self.model, {name: converted[name] for name in conversion.model_names}))
+        return result
+
+    def _allocate(self, model_names: Iterable[str]):
+        """Empty model tensors and, for each checkpoint tensor they need, the memory it belongs in."""
+        tensors: dict[str, Tensor] = {}
+        places: dict[str, Tensor] = {}
+        copies: dict[str, str] = {}
+        conversions: dict[int, Conversion] = {}
+        for name in model_names:
+            name = self.tied.get(name, name)
+            if name in self._conversions:
+                conversion = self._conversions[name]
+                conversions[id(conversion)] = conversion
+                places.update({disk: self.checkpoint.empty(disk) for disk in conversion.patterns})
+                continue
+            tensors[name] = torch.empty(self._meta[name].shape, dtype=self._loaded[name])
+            places.update({disk: tensors[name][index] for disk, index in self._pieces[name].items()})
+            for disk in self._copies.get(name, ()):
+                places[disk], copies[disk] = self.checkpoint.empty(disk), name
+        return tensors, places, copies, list(conversions.values())
+
+    def _complete(self, tensors, places, copies, conversions) -> dict[str, Tensor]:
+        for disk, name in copies.items():
+            if not torch.equal(places[disk], tensors[name]):
+                raise ValueError(
+                    f"{self.checkpoint.path}: the config ties {disk} to {name}, but the checkpoint holds two different tensors. "
+                    "Set tie_word_embeddings to false in its config.json."
+                )
+        for conversion in conversions:
+            tensors |= self._run(conversion, {disk: places.pop(disk) for disk in conversion.patterns})
+        return tensors
+
+
+def missing_experts(name: str, shape: torch.Size, pieces: dict[str, tuple]) -> list[str]:
+    """Checkpoint names (as far as they can be told) of experts' tensors that `pieces` lacks to fill `name`."""
+    present = {(index[0], index[1].start if len(index) > 1 else 0): disk for disk, index in pieces.items() if index}
+    if not present:
+        return []  # one tensor fills it
+    first = next(iter(pieces.values()))
+    rows = first[1].stop - first[1].start if len(first) > 1 else shape[1]
+    like = {start: (expert, disk) for (expert, start), disk in present.items()}
+    missing = []
+    for start in range(0, shape[1], rows):
+        for expert in range(shape[0]):
+            if (expert, start) in present:
+                continue
+            if start in like:
+                before, _, after = like[start][1].rpartition(f".{like[start][0]}.")
+                missing.append(f"{before}.{expert}.{after}")
+            else:
+                missing.append(f"rows {start} to {start + rows} of expert {expert} of {name}")
+    return missing
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+class ReadAhead:
+    """One read in a thread. `close` ends it at the next block; a thread that hangs in the file system dies with the process."""
+
+    def __init__(self, read: Callable[[threading.Event], dict[str, Tensor]]):
+        self._read, self._stop = read, threading.Event()
+        self._result: dict[str, Tensor] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-reader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._read(self._stop)
+        except Exception as error:  # handed to the caller of take
+            self._error = error
+
+    def take(self) -> dict[str, Tensor]:
+        """Waits for the read and hands its result over (nothing is kept), or raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        result, self._result = self._result, None
+        return result
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+        self._result = None
+
+
+class Loader:
+    """Reads, converts and distributes one unit after the other, in the order of `converter.units`.
+
+    Unit i comes from the first rank of node i modulo the number of nodes, so that every node's file-system client works. That rank reads
+    its next unit in a thread while the others are being sent. All ranks must make the same calls.
+
+    dtype_of: model name -> dtype of the tensor in memory; without it, the dtype that the model declares.
+    """
+
+    def __init__(self, converter: Converter, *, dtype_of: Callable[[str], torch.dtype] | None = None):
+        self.converter, self.model = converter, converter.model
+        self.dtype_of = dtype_of or converter.dtype
+        self._next = 0
+        self._reader: ReadAhead | None = None
+        # Module path -> its buffers that are computed, not loaded (rotary frequencies).
+        self._computed: dict[str, list[str]] = {}
+        for name, _ in self.model.named_non_persistent_buffers():
+            path, _, leaf = name.rpartition(".")
+            self._computed.setdefault(path, []).append(leaf)
+        if dist.local_rank() == 0:
+            self._start_reading(dist.node())
+
+    def source(self, index: int) -> int:
+        """The rank that reads unit `index`."""
+        return index % dist.num_nodes() * dist.local_world_size()
+
+    def load_unit(self, unit: Unit) -> None:
+        """Gives the unit's modules their parameters and buffers on this rank's device. Collective.
+
+        When the source cannot read, every rank raises RuntimeError with the source's message; there it is caused by the original error.
+        """
+        assert unit is self.converter.units[self._next], "units are loaded in order"
+        try:
+            self._load_unit(unit, self._next)
+        except BaseException:  # an interrupt too: the reading thread must not outlive it
+            self.close()
+            raise
+        self._next += 1
+
+    def finish(self) -> None:
+        """Checks that every unit was loaded and that nothing is left without memory. Calls no collective."""
+        self.close()
+        assert self._next == len(self.converter.units), f"{self._next} of {len(self.converter.units)} units were loaded"
+        left = [
+            f"{path}.{leaf}"
+            for path, module in self.model.named_modules()
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and tensor.is_meta
+        ]
+        assert not left, f"still on the meta device: {left}"
+
+    def close(self) -> None:
+        """Ends the reading thread. Not needed after `finish` or an error in `load_unit`."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _start_reading(self, index: int) -> None:
+        self._reader = None
+        if index < len(self.converter.units):
+            names = self.converter.units[index].model_names
+            self._reader = ReadAhead(lambda stop: self.converter.read(names, stop))
+
+    def _load_unit(self, unit: Unit, index: int) -> None:
+        source = self.source(index)
+        tensors: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        if dist.rank() == source:
+            try:
+                tensors = self._reader.take()
+            except Exception as error:
+                failure = error
+            else:
+                self._start_reading(index + dist.num_nodes())
+        # Agreed on before any tensor is sent: ranks that wait in a broadcast cannot be told of an error any more.
+        message = dist.broadcast_object(failure and f"{type(failure).__name__}: {failure}", src=source)
+        if message is not None:
+            what = f"{unit.name or 'the root unit'} of {self.converter.checkpoint.path}"
+            raise RuntimeError(f"rank {source} could not read {what}: {message}") from failure
+        for name in unit.model_names:
+            self._place(name, self._distribute(name, tensors.pop(name, None), source))
+        for name, shared in self.converter.tied.items():
+            if shared in unit.model_names:
+                self._share(name, shared)
+        for path, leaves in self._computed.items():
+            if self._unit_of(path) is unit:
+                self._compute_buffers(path, leaves)
+        release_free_memory()
+
+    def _distribute(self, name: str, tensor: Tensor | None, source: int) -> Tensor:
+        """The tensor on this rank's device, in the checkpoint's dtype. Only the source passes one."""
+        if tensor is None:
+            tensor = torch.empty(self.converter.shape(name), dtype=self.converter.loaded_dtype(name), device=dist.device())
+        else:
+            tensor = tensor.to(dist.device()).contiguous()
+        if dist.world_size() > 1:
+            for part in bytes_of(tensor).split(BROADCAST_BYTES):  # as bytes: gloo has no float8
+                torch.distributed.broadcast(part, src=source)
+        return tensor
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        tensor = tensor.to(self.dtype_of(name))
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor
+        else:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=module._parameters[leaf].requires_grad)
+
+    def _share(self, name: str, shared: str) -> None:
+        path, _, leaf = name.rpartition(".")
+        source_path, _, source_leaf = shared.rpartition(".")
+        self.model.get_submodule(path)._parameters[leaf] = self.model.get_submodule(source_path)._parameters[source_leaf]
+
+    def _unit_of(self, module_path: str) -> Unit:
+        *layers, root = self.converter.units
+        return next((unit for unit in layers if f"{module_path}.".startswith(f"{unit.module_path}.")), root)
+
+    def _compute_buffers(self, path: str, leaves: list[str]) -> None:
+        """Gives buffers that are in no checkpoint their values, by the model's own initialisation of the module that owns them."""
+        module = self.model.get_submodule(path)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not tensor.is_meta:
+                tensor._is_hf_initialized = True  # initialisation leaves these alone
+        unset = {}
+        for leaf in leaves:
+            meta = module._buffers[leaf]
+            unset[leaf] = torch.full(meta.shape, float("nan") if meta.is_floating_point() else 1, dtype=meta.dtype, device=dist.device())
+            module._buffers[leaf] = unset[leaf].clone()
+        with torch.no_grad():
+            self.model._init_weights(module)
+        for leaf, before in unset.items():
+            if before.numel() and torch.equal(module._buffers[leaf].isnan(), before.isnan()) and before.is_floating_point():
+                raise ValueError(f"buffer {path}.{leaf} is not in the checkpoint, and {type(self.model).__name__} does not initialise it")
+
+
+def release_free_memory() -> None:
+    """Gives freed heap memory back to the system. glibc keeps it, which adds up to several layers when tensors of many sizes come and go."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
