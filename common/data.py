@@ -513,11 +513,7 @@ class Order:
         Where fewer than `count` bins are left in the epoch they are dropped and the next epoch starts; so the returned
         offset is never a place from which no window can be cut, and epoch == n exactly when n epochs are done.
         """
-        if self.num_bins < count:
-            raise ValueError(
-                f"the data gives {self.num_bins} bins but one optimizer step needs {count} (ranks x accumulation x bins a micro-batch): "
-                f"add rows until there are {count} bins, lower max_length, or lower gradient_accumulation_steps or per_device_train_batch_size"
-            )
+        self.steps_per_epoch(count)
         if offset + count > self.num_bins:
             epoch, offset = self._finish(epoch, offset)
         ids = self._of(epoch)[offset : offset + count]
@@ -525,6 +521,15 @@ class Order:
         if offset + count > self.num_bins:
             epoch, offset = self._finish(epoch, offset)
         return ids, epoch, offset
+
+    def steps_per_epoch(self, count: int) -> int:
+        """Whole windows of `count` bins in an epoch. ValueError when there is not even one."""
+        if self.num_bins < count:
+            raise ValueError(
+                f"the data gives {self.num_bins} bins but one optimizer step needs {count} (ranks x accumulation x bins a micro-batch): "
+                f"add rows until there are {count} bins, lower max_length, or lower gradient_accumulation_steps or per_device_train_batch_size"
+            )
+        return self.num_bins // count
 
     def _finish(self, epoch: int, offset: int) -> tuple[int, int]:
         if offset < self.num_bins:
