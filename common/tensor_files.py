@@ -5,10 +5,12 @@ are read straight into the slices of the larger tensors that they become, and wr
 """
 
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 # A read is cut here so that another thread can stop it, and so that a vector of buffers stays below the kernel's IOV_MAX.
 READ_BYTES = 64 << 20
 READ_BUFFERS = 1024
@@ -42,7 +46,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint folder as it is on disk."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{path} is not a folder. Download the checkpoint first (hf download NAME --local-dir FOLDER) and give the folder.")
+        raise ValueError(
+            f"{path} is not a folder. Download the checkpoint first (hf download NAME --local-dir FOLDER) and give the folder."
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: is it a Hugging Face checkpoint?")
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -107,7 +113,9 @@ class Checkpoint:
             index = None
         else:
             present = ", ".join(sorted(file.name for file in self.path.iterdir())) or "nothing"
-            raise ValueError(f"{self.path} has neither {INDEX_FILE} nor {SINGLE_FILE}. Only safetensors can be loaded; there is: {present}.")
+            raise ValueError(
+                f"{self.path} has neither {INDEX_FILE} nor {SINGLE_FILE}. Only safetensors can be loaded; there is: {present}."
+            )
         files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
         if absent := [file for file in files if not (self.path / file).is_file()]:
             raise ValueError(f"{self.path}: {INDEX_FILE} names files that do not exist: {', '.join(absent)}.")
@@ -208,3 +216,60 @@ def summary(names: Iterable[str], limit: int = 40) -> str:
     if len(names) > limit:
         lines.append(f"\n  ... and {len(names) - limit} more")
     return "".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Name, dtype and shape of a tensor that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def write_file(file: Path, specs: list[Spec], tensor_of: Callable[[str], Tensor]) -> dict[str, str]:
+    """Writes one safetensors file, asking for one tensor at a time, and flushes it to the disk.
+
+    tensor_of: name -> tensor of the spec's dtype and shape, on any device; may be a view.
+    Returns the sha256 of each tensor's bytes.
+    """
+    # Wide dtypes first, so that every tensor starts at a multiple of its element size: readers may map it.
+    specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        offsets = [offset, offset + spec.num_bytes]
+        header[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        offset += spec.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    hashes = {}
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for spec in specs:
+            tensor = tensor_of(spec.name)
+            assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, spec
+            data = memoryview(bytes_of(tensor.detach().cpu().contiguous()).numpy())
+            hashes[spec.name] = hashlib.sha256(data).hexdigest()
+            stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return hashes
+
+
+def sha256_of(folder: Path, entry: Entry) -> str:
+    """sha256 of one tensor's bytes on the disk, READ_BYTES in memory at a time."""
+    digest = hashlib.sha256()
+    with open(folder / entry.file, "rb") as stream:
+        stream.seek(entry.start)
+        for start in range(entry.start, entry.stop, READ_BYTES):
+            digest.update(stream.read(min(READ_BYTES, entry.stop - start)))
+    return digest.hexdigest()

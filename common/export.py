@@ -1,0 +1,236 @@
+"""A Hugging Face folder from trained weights: one shard a unit, names, form and dtypes of the base checkpoint.
+
+    python -m common.export --checkpoint runs/a/checkpoint-000100 --output runs/a/final
+
+One process, no GPU; one unit in memory at a time. Trained tensors come from the training checkpoint, frozen ones and those that the model
+does not use (multi-token prediction, vision tower) from the base. The folder appears under its name when it is complete and flushed.
+Exit codes: 0 good, 1 a check failed, 2 wrong use.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common import dist
+from common.skeleton import build_skeleton, cut_config
+from common.tensor_files import INDEX_FILE, Checkpoint, Spec, read_header, sha256_of, summary, write_file
+from common.weights import Converter
+
+# Left behind in the base folder: weights in any format, the index that names them, and the base's model card, which describes the base.
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+class CheckFailed(ValueError):
+    """What was written is not what it should be."""
+
+
+class Exporter:
+    """Writes the folder `output`, unit by unit. With several ranks, construction and `finish` are collective; each unit is written by any
+    one rank, and so are the untouched tensors.
+
+    Raises ValueError when `output` exists and is not empty. A folder `<output>.incomplete` that an earlier attempt left is removed.
+    """
+
+    def __init__(self, converter: Converter, checkpoint: Checkpoint, output: str | Path):
+        self.converter, self.checkpoint, self.output = converter, checkpoint, Path(output)
+        self.partial = self.output.with_name(self.output.name + ".incomplete")
+        self.num_files = len(converter.units) + bool(converter.untouched)
+        with dist.main_rank_first() as mine:
+            if mine:
+                self._prepare()
+
+    def _prepare(self) -> None:
+        if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise ValueError(f"{self.output} exists and is not empty: choose another output or remove it.")
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+
+    def file_name(self, index: int) -> str:
+        """Name of the shard of unit `index`; the number after the last unit is the shard of untouched tensors."""
+        return f"model-{index + 1:05d}-of-{self.num_files:05d}.safetensors"
+
+    def disk_names(self, index: int) -> list[str]:
+        """Checkpoint names in shard `index`."""
+        if index == len(self.converter.units):
+            return self.converter.untouched
+        return [disk for name in self.converter.units[index].model_names for disk in self.converter.disk_names(name)]
+
+    def _specs(self, index: int) -> list[Spec]:
+        # A conversion of several model tensors lists its checkpoint tensors for each of them.
+        names = dict.fromkeys(self.disk_names(index))
+        return [Spec(name, self.checkpoint.dtype(name), self.checkpoint.shape(name)) for name in names]
+
+    def write_unit(self, index: int, named: dict[str, Tensor]) -> dict[str, str]:
+        """Writes all tensors of unit `index`, given under model names in any dtype and on any device.
+
+        Returns the sha256 of each checkpoint tensor's bytes, so that they can be compared with those of live parameters.
+        """
+        unit = self.converter.units[index]
+        if set(named) != set(unit.model_names):
+            absent, foreign = sorted(set(unit.model_names) - set(named)), sorted(set(named) - set(unit.model_names))
+            raise ValueError(f"unit {unit.name or '(root)'}: tensors missing: {absent or 'none'}; not of this unit: {foreign or 'none'}")
+        for name, tensor in named.items():
+            if tensor.shape != self.converter.shape(name):
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's is {list(self.converter.shape(name))}")
+        tensors = self.converter.to_checkpoint(named)
+
+        def tensor_of(name: str) -> Tensor:
+            return tensors.pop(name).to(self.checkpoint.dtype(name))
+
+        return write_file(self.partial / self.file_name(index), self._specs(index), tensor_of)
+
+    def copy_untouched(self) -> dict[str, str]:
+        """Copies the base's tensors that the model has no use for, one in memory at a time. Returns their sha256."""
+        if not self.converter.untouched:
+            return {}
+        index = len(self.converter.units)
+        return write_file(self.partial / self.file_name(index), self._specs(index), lambda name: self.checkpoint.read([name])[name])
+
+    def verify(self, hashes: dict[str, str]) -> None:
+        """Reads the written tensors named in `hashes` back from the disk and compares their sha256. Raises CheckFailed with the names."""
+        wrong = []
+        for index in range(self.num_files):
+            written = read_header(self.partial / self.file_name(index))
+            wrong += [name for name, entry in written.items() if name in hashes and sha256_of(self.partial, entry) != hashes[name]]
+        if wrong:
+            raise CheckFailed(f"{self.partial}: bytes on the disk differ from what was written:{summary(wrong)}")
+
+    def finish(self, extra: dict[str, str] | None = None) -> None:
+        """Writes the index, config, tokenizer and all else that the base folder holds, checks every shard and renames the folder.
+
+        extra: further files, name -> text. Collective. Raises CheckFailed (RuntimeError on other ranks) when a shard is not complete.
+        """
+        dist.barrier()  # every rank has written its shards
+        with dist.main_rank_first() as mine:
+            if mine:
+                self._check_shards()
+                self._write_index()
+                self._write_config()
+                self._copy_files()
+                for name, text in (extra or {}).items():
+                    (self.partial / name).write_text(text, encoding="utf-8")
+                flush_folder(self.partial)
+                os.rename(self.partial, self.output)
+                flush(self.output.parent)
+
+    def _check_shards(self) -> None:
+        problems = []
+        for index in range(self.num_files):
+            file = self.partial / self.file_name(index)
+            if not file.is_file():
+                problems.append(f"{file.name} was not written")
+                continue
+            written = {name: (entry.dtype, entry.shape) for name, entry in read_header(file).items()}
+            if written != {spec.name: (spec.dtype, spec.shape) for spec in self._specs(index)}:
+                problems.append(f"{file.name} does not hold the tensors of its unit")
+        if problems:
+            raise CheckFailed(f"{self.partial} is not complete:{summary(problems)}")
+
+    def _write_index(self) -> None:
+        specs = {self.file_name(index): self._specs(index) for index in range(self.num_files)}
+        index = {
+            "metadata": {"total_size": sum(spec.num_bytes for shard in specs.values() for spec in shard)},
+            "weight_map": {spec.name: file for file, shard in specs.items() for spec in shard},
+        }
+        (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write_config(self) -> None:
+        base, layers = self.checkpoint.config, self.converter.model.config.num_hidden_layers
+        if (base.get("text_config") or base)["num_hidden_layers"] == layers:
+            shutil.copyfile(self.checkpoint.path / "config.json", self.partial / "config.json")
+        else:
+            (self.partial / "config.json").write_text(json.dumps(cut_config(base, layers), indent=2) + "\n", encoding="utf-8")
+
+    def _copy_files(self) -> None:
+        """Tokenizer, chat templates, generation config, licence and remote code, byte for byte."""
+        for file in sorted(self.checkpoint.path.iterdir()):
+            if file.is_dir():
+                if file.name == TEMPLATE_FOLDER:
+                    shutil.copytree(file, self.partial / file.name)
+            elif not (
+                file.name.startswith(".")
+                or file.suffix in WEIGHT_SUFFIXES
+                or file.name.endswith(".index.json")
+                or file.name in ("config.json", "README.md")
+            ):
+                shutil.copyfile(file, self.partial / file.name)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.suffix != ".safetensors":  # shards were flushed when they were written
+            flush(path)
+    flush(folder)
+
+
+def export_checkpoint(
+    path: str | Path, output: str | Path, *, base: str | Path | None = None, decoder_layer: str | None = None, verify: bool = False
+) -> None:
+    """Exports the training checkpoint `path` to `output`; see the module's docstring.
+
+    base: the base checkpoint's folder, when it is not where it was in training. verify: read everything back and compare hashes.
+    """
+    from common.checkpoint import SavedParameters  # here, because checkpoint.py needs more than an export does
+
+    saved = SavedParameters(path)
+    checkpoint = Checkpoint(base or saved.base)
+    model = build_skeleton(checkpoint.path, attn_implementation="eager", num_layers=saved.num_layers, decoder_layer=decoder_layer)
+    converter = Converter(model, checkpoint)
+    trained = {converter.tied.get(name, name): name for name in saved.names}
+    if foreign := sorted(set(trained) - {name for unit in converter.units for name in unit.model_names}):
+        raise ValueError(f"{path} holds tensors that the model of {checkpoint.path} does not have:{summary(foreign)}")
+    exporter = Exporter(converter, checkpoint, output)
+    hashes = {}
+    for index, unit in enumerate(tqdm(converter.units, desc="exporting", unit="unit")):
+        named = converter.read(name for name in unit.model_names if name not in trained)
+        named |= {name: saved.read(trained[name]) for name in unit.model_names if name in trained}
+        hashes |= exporter.write_unit(index, named)
+        del named  # before the next unit is read
+    hashes |= exporter.copy_untouched()
+    if verify:
+        exporter.verify(hashes)
+    exporter.finish()
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m common.export", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--checkpoint", required=True, help="a training checkpoint: runs/a/checkpoint-000100")
+    parser.add_argument("--output", required=True, help="a folder that is empty or does not exist")
+    parser.add_argument("--base", default=None, help="the base checkpoint, when it has moved since training")
+    parser.add_argument("--decoder_layer", default=None, help="as in training, for a model that needed it")
+    parser.add_argument("--verify", action="store_true", help="read the export back and compare hashes")
+    args = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    try:
+        export_checkpoint(args.checkpoint, args.output, base=args.base, decoder_layer=args.decoder_layer, verify=args.verify)
+    except CheckFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.output}: complete")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
