@@ -21,6 +21,7 @@ because the sampler never sees the joined token.
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class Chat:
         self.stops = {tokenizer.convert_ids_to_tokens(i): i for i in sorted(ids)}
         self.bos = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id]
         self.final_stops: dict[str, int] = {}
+        self.notes: Counter = Counter()  # what the template did with rows that are used all the same
         if tokenizer.chat_template:
             # The end of a turn may be none of the declared stop ids (a base model's eos beside a ChatML template).
             ending = self._probe([{"role": "assistant", "content": PROBE}]).rpartition(PROBE)[2].lstrip()
@@ -100,7 +102,9 @@ class Chat:
             rendered = [self._marked(messages, len(prompt), tools, kwargs)]
         else:
             rendered = self._by_prefix(messages, turns, tools, kwargs)
-        _check_nothing_dropped(messages, rendered[0].text)
+        _check_nothing_dropped(messages, turns, rendered)
+        learned = _learned(rendered)
+        self.notes["reasoning_not_rendered"] += any(_squeeze(messages[i].get("reasoning_content", "")) not in _squeeze(learned) for i in turns)
         return rendered
 
     def encode(self, rendered: list[Rendered]) -> list[Example]:
@@ -259,7 +263,7 @@ def generation_stop_ids(tokenizer) -> list[int]:
 
 
 def has_something_to_learn(message: dict) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls") or str(message.get("reasoning_content", "")).strip())
+    return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content", "").strip())
 
 
 def normalise(message: Any, index: int, stops) -> dict:
@@ -277,7 +281,7 @@ def normalise(message: Any, index: int, stops) -> dict:
         content = strip_stops(_join_parts(content, index), stops)
         reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message), None)
         if reasoning is not None:
-            message["reasoning_content"] = reasoning
+            message["reasoning_content"] = _join_parts(reasoning, index)
         if "tool_calls" in message:
             message["tool_calls"] = [_tool_call(call, index) for call in _from_json(message["tool_calls"], "tool_calls", list)]
     elif message["role"] in ("tool", "function") and isinstance(content, dict):
@@ -342,12 +346,19 @@ def _check_prompt(prompt: str, whole: str, turn: int) -> None:
     )
 
 
-def _check_nothing_dropped(messages: list[dict], text: str) -> None:
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def _learned(rendered: list[Rendered]) -> str:
+    return "".join(r.text[start:end] for r in rendered for start, end in r.spans)
+
+
+def _check_nothing_dropped(messages: list[dict], turns: list[int], rendered: list[Rendered]) -> None:
     """Templates ignore roles and fields they do not know without a word."""
-    squeezed = "".join(text.split())
+    text, learned = _squeeze(rendered[-1].text), _learned(rendered)
     for i, message in enumerate(messages):
-        if message["role"] in ("system", "developer", "user") and "".join(message["content"].split()) not in squeezed:
+        if message["role"] in ("system", "developer", "user") and _squeeze(message["content"]) not in text:
             raise BadRow(f"message {i}: the chat template does not render the content of role {message['role']!r}")
-        for call in message.get("tool_calls") or []:
-            if call["function"]["name"] not in text:
-                raise BadRow(f"message {i}: the chat template does not render tool calls")
+        if i in turns and any(call["function"]["name"] not in learned for call in message.get("tool_calls") or []):
+            raise BadRow(f"message {i}: the chat template does not render tool calls")

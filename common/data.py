@@ -22,6 +22,7 @@ import sys
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -56,6 +57,7 @@ class TokenizedDataset:
 
     def __init__(self, path: Path, info: dict):
         self.path, self.report, self._files = path, info["report"], info["files"]
+        self.key = path.name  # changes with the files, the tokenizer, the template, the settings or the code
         self.offsets = np.load(path / "offsets.npy", mmap_mode="r")
         self.weights = np.load(path / "weights.npy", mmap_mode="r")
         self._sources = np.load(path / "sources.npy", mmap_mode="r")  # int64 [examples, 2]: file, line
@@ -104,14 +106,14 @@ def tokenize_files(
     cache_dir: str | os.PathLike,
     over_long: str = "drop",
     on_bad_row: str = "error",
-    num_workers: int | None = None,
+    num_workers: int = 8,
     stop_ids=(),
     chat_template_kwargs: dict | None = None,
     progress: bool = True,
 ) -> TokenizedDataset:
     """Tokenises JSON Lines (.jsonl, .json) and Parquet files, or opens the result of an earlier call with the same input.
 
-    To be called by one process. The result does not depend on `num_workers` (None: by the size of the input; 0 or 1: this process).
+    To be called by one process. The result does not depend on `num_workers`, the most processes that tokenise (small input: this one).
     over_long: examples of more than max_length tokens are dropped and counted ("drop") or cut ("truncate").
     on_bad_row: the first bad row is a ValueError that names file and line ("error"), or bad rows are counted ("skip").
     A file that gives no example at all is a ValueError.
@@ -132,6 +134,8 @@ def tokenize_files(
     logger.info("%s: %s", ", ".join(map(str, files)), dataset.summary())
     for message in dataset.report["bad_rows"]:
         logger.warning("skipped %s", message)
+    for note, count in dataset.report["notes"].items():
+        logger.warning("%s in %d rows", note.replace("_", " "), count)
     return dataset
 
 
@@ -157,7 +161,7 @@ def file_fingerprint(path: str | os.PathLike) -> list:
         digest = hashlib.sha256(stream.read(1 << 16))
         stream.seek(max(0, stat.st_size - (1 << 16)))
         digest.update(stream.read())
-    return [str(path), stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
@@ -204,6 +208,7 @@ class Part:
     loss_tokens: int = 0
     truncated: int = 0
     dropped: Counter = field(default_factory=Counter)
+    notes: Counter = field(default_factory=Counter)
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -249,9 +254,13 @@ def _parse_line(raw: bytes) -> dict | BadRow | None:
         return None
     try:
         row = json.loads(raw.decode("utf-8"))
+        if b"\\ud" in raw.lower():
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         return BadRow(f"not valid UTF-8: {error}")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except UnicodeEncodeError as error:
+        return BadRow(f"half of a surrogate pair is no character: {error}")
+    except (ValueError, RecursionError) as error:
         hint = " (the file looks like one JSON array: write one object a line)" if raw.lstrip()[:1] == b"[" else ""
         return BadRow(f"not valid JSON: {error}{hint}")
     return row if isinstance(row, dict) else BadRow(f"a line must hold one JSON object, not a {type(row).__name__}")
@@ -280,33 +289,44 @@ def _without_nulls(value):
 
 def row_weight(row: dict) -> float:
     weight = row.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
+    try:
+        with np.errstate(over="ignore"):
+            value = float("nan") if isinstance(weight, (bool, str)) else float(np.float32(weight))
+    except (TypeError, ValueError, OverflowError):
+        value = float("nan")
+    if not math.isfinite(value) or value <= 0:
         raise BadRow(f"weight is {weight!r}; it must be a finite number above 0 (leave a row out instead of giving it weight 0)")
-    return float(weight)
+    return value
 
 
 def tokenize_unit(unit: Unit, chat: Chat, settings: Settings, stem: str) -> Part:
     """Writes the unit's tokens to `<stem>.ids` and `<stem>.mask`. With on_bad_row="error" it stops at the first bad row."""
     part = Part(stem)
-    with open(f"{stem}.ids", "wb") as ids_file, open(f"{stem}.mask", "wb") as mask_file:
-        waiting: list[tuple[int, float, list]] = []
-        for line, row in read_unit(unit):
-            part.lines_read = line
-            if row is None:
-                continue
-            part.rows += 1
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                waiting.append((line, row_weight(row), chat.render(row)))
-            except BadRow as error:
-                part.dropped["bad_row"] += 1
-                part.bad_rows.append((line, str(error)))
-                if settings.on_bad_row == "error":
-                    break
-            if len(waiting) == ROWS_PER_CALL:
-                _encode(waiting, chat, settings, part, ids_file, mask_file)
-        _encode(waiting, chat, settings, part, ids_file, mask_file)
+    chat.notes.clear()
+    waiting: list[tuple[int, float, list]] = []
+    try:
+        with open(f"{stem}.ids", "wb") as ids_file, open(f"{stem}.mask", "wb") as mask_file:
+            for line, row in read_unit(unit):
+                part.lines_read = line
+                if row is None:
+                    continue
+                part.rows += 1
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    waiting.append((line, row_weight(row), chat.render(row)))
+                except BadRow as error:
+                    part.dropped["bad_row"] += 1
+                    part.bad_rows.append((line, str(error)))
+                    if settings.on_bad_row == "error":
+                        break
+                if len(waiting) == ROWS_PER_CALL:
+                    _encode(waiting, chat, settings, part, ids_file, mask_file)
+            _encode(waiting, chat, settings, part, ids_file, mask_file)
+    except Exception as error:
+        error.add_note(f"while reading {unit.file}, about {part.lines_read} lines after {unit}")
+        raise
+    part.notes = +chat.notes
     return part
 
 
@@ -370,18 +390,17 @@ def tokenized_parts(units: list[Unit], tokenizer, settings: Settings, folder: Pa
             pool.shutdown(cancel_futures=True)
 
 
-def _build(path: Path, files: list[str], tokenizer, settings: Settings, num_workers: int | None, progress: bool) -> None:
+def _build(path: Path, files: list[str], tokenizer, settings: Settings, num_workers: int, progress: bool) -> None:
     units = split_into_units(files)
     size = sum(unit.size for unit in units)
-    if num_workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        num_workers = 0 if size < WORKERS_FROM_BYTES else min(cores, 16)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_workers = 1 if size < WORKERS_FROM_BYTES else min(num_workers, cores, len(units))
     folder = path.with_name(f"{path.name}.building-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
         with tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", disable=not progress) as bar:
-            parts = tokenized_parts(units, tokenizer, settings, folder, min(num_workers, len(units)))
-            _write(folder, files, zip(units, parts), settings, bar)
+            with closing(tokenized_parts(units, tokenizer, settings, folder, num_workers)) as parts:
+                _write(folder, files, zip(units, parts), settings, bar)
         try:
             os.rename(folder, path)
         except OSError:
@@ -392,8 +411,8 @@ def _build(path: Path, files: list[str], tokenizer, settings: Settings, num_work
 
 
 def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> None:
-    """Joins the parts into the arrays of the dataset, info.json last."""
-    report = {"rows": 0, "examples": 0, "tokens": 0, "loss_tokens": 0, "truncated": 0, "dropped": Counter(), "bad_rows": []}
+    """Joins the parts into the arrays of the dataset."""
+    report = {"rows": 0, "examples": 0, "tokens": 0, "loss_tokens": 0, "truncated": 0, "dropped": Counter(), "notes": Counter(), "bad_rows": []}
     per_file = [Counter() for _ in files]
     lengths, sources, weights, lines_before = [], [], [], 0
     current_file = -1
@@ -414,6 +433,7 @@ def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> No
             room = KEPT_MESSAGES - len(report["bad_rows"])
             report["bad_rows"] += [f"{unit.file}:{lines_before + line}: {message}" for line, message in part.bad_rows[:room]]
             report["dropped"] += part.dropped
+            report["notes"] += part.notes
             report["rows"] += part.rows
             report["loss_tokens"] += part.loss_tokens
             report["truncated"] += part.truncated
@@ -433,10 +453,10 @@ def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> No
     np.save(folder / "sources.npy", np.concatenate(sources))
     np.save(folder / "weights.npy", np.concatenate(weights))
     report |= {"examples": len(lengths), "tokens": int(lengths.sum())}
+    (folder / "info.json").write_text(json.dumps({"files": files, "settings": settings.key(), "report": report}, indent=1), encoding="utf-8")
     for file in folder.iterdir():  # bytes before the name that vouches for them
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())
-    (folder / "info.json").write_text(json.dumps({"files": files, "settings": settings.key(), "report": report}, indent=1), encoding="utf-8")
 
 
 # ---- bins
@@ -563,6 +583,10 @@ class PackedBatch:
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if torch.is_tensor(getattr(self, f.name))}
         return replace(self, **moved)
 
+    def squared_lengths(self) -> int:
+        """Sum of the squared lengths of the segments (padding excluded): what attention costs."""
+        return int((self.cu_seq_lens.diff().long()[: len(self.rows)] ** 2).sum())
+
     def model_inputs(self) -> dict:
         """Arguments of the model. All of them always: a model that is given only some silently mixes the segments."""
         return {
@@ -616,21 +640,26 @@ def collate(dataset: TokenizedDataset, bins: Bins, bin_ids, *, pad_to: int | Non
 # ---- looking at what carries loss
 
 
-def describe(batch: PackedBatch, tokenizer, *, max_segments: int = 2, max_chars: int = 4000) -> str:
-    """The first segments as text; what carries loss stands between {+ and +}. Printable on this process's terminal, whatever its encoding."""
+def describe(batch: PackedBatch, tokenizer, *, max_segments: int = 2, max_pieces: int = 20, max_chars: int = 600) -> str:
+    """The first segments as text; what carries loss stands between {+ and +}. Printable on this process's terminal, whatever its encoding.
+
+    A piece of text between two marks keeps its beginning and end, max_chars in all.
+    """
     boundaries = batch.cu_seq_lens.tolist()
     lines = []
     for segment in range(min(len(batch.rows), max_segments)):
         start, end = boundaries[segment], boundaries[segment + 1]
         ids = batch.input_ids[0, start:end].tolist()
         learned = [False] + (batch.targets[0, start : end - 1] != NO_TARGET).tolist()
-        text, at = "", 0
-        for stop in range(1, len(ids) + 1):
-            if stop == len(ids) or learned[stop] != learned[at]:
-                piece = tokenizer.decode(ids[at:stop])
-                text += f"{{+{piece}+}}" if learned[at] else piece
-                at = stop
-        text = text if len(text) <= max_chars else f"{text[:max_chars]} ... ({len(text) - max_chars} more characters)"
+        cuts = [0, *(i for i in range(1, len(ids)) if learned[i] != learned[i - 1]), len(ids)]
+        text = ""
+        for first, last in list(zip(cuts, cuts[1:]))[:max_pieces]:
+            piece = tokenizer.decode(ids[first:last], clean_up_tokenization_spaces=False)
+            if len(piece) > max_chars:
+                piece = f"{piece[: max_chars // 2]} ... {len(piece) - max_chars} characters ... {piece[-max_chars // 2 :]}"
+            text += f"{{+{piece}+}}" if learned[first] else piece
+        if len(cuts) - 1 > max_pieces:
+            text += f" ... {len(cuts) - 1 - max_pieces} more pieces"
         lines.append(f"example {batch.rows[segment]} ({end - start} tokens, {sum(learned)} carry loss):\n{text}")
     return terminal_safe("\n".join(lines))
 
