@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import dist
+from common.checkpoint import SavedParameters, fingerprint
 from common.skeleton import build_skeleton, cut_config
 from common.tensor_files import INDEX_FILE, Checkpoint, Spec, read_header, sha256_of, summary, write_file
 from common.weights import Converter
@@ -34,8 +35,8 @@ class CheckFailed(ValueError):
 
 
 class Exporter:
-    """Writes the folder `output`, unit by unit. With several ranks, construction and `finish` are collective; each unit is written by any
-    one rank, and so are the untouched tensors.
+    """Writes the folder `output`, unit by unit. Construction is collective; each unit is written by any one rank, and so are the untouched
+    tensors; when all have been written (a barrier of the caller's), one rank calls `finish`.
 
     Raises ValueError when `output` exists and is not empty. A folder `<output>.incomplete` that an earlier attempt left is removed.
     """
@@ -76,6 +77,7 @@ class Exporter:
         Returns the sha256 of each checkpoint tensor's bytes, so that they can be compared with those of live parameters.
         """
         unit = self.converter.units[index]
+        named = {self.converter.tied.get(name, name): tensor for name, tensor in named.items()}
         if set(named) != set(unit.model_names):
             absent, foreign = sorted(set(unit.model_names) - set(named)), sorted(set(named) - set(unit.model_names))
             raise ValueError(f"unit {unit.name or '(root)'}: tensors missing: {absent or 'none'}; not of this unit: {foreign or 'none'}")
@@ -100,6 +102,8 @@ class Exporter:
         """Reads the written tensors named in `hashes` back from the disk and compares their sha256. Raises CheckFailed with the names."""
         wrong = []
         for index in range(self.num_files):
+            if hashes.keys().isdisjoint(self.disk_names(index)):
+                continue
             written = read_header(self.partial / self.file_name(index))
             wrong += [name for name, entry in written.items() if name in hashes and sha256_of(self.partial, entry) != hashes[name]]
         if wrong:
@@ -108,20 +112,17 @@ class Exporter:
     def finish(self, extra: dict[str, str] | None = None) -> None:
         """Writes the index, config, tokenizer and all else that the base folder holds, checks every shard and renames the folder.
 
-        extra: further files, name -> text. Collective. Raises CheckFailed (RuntimeError on other ranks) when a shard is not complete.
+        extra: further files, name -> text. Called by one rank. Raises CheckFailed when a shard is missing or not what it should be.
         """
-        dist.barrier()  # every rank has written its shards
-        with dist.main_rank_first() as mine:
-            if mine:
-                self._check_shards()
-                self._write_index()
-                self._write_config()
-                self._copy_files()
-                for name, text in (extra or {}).items():
-                    (self.partial / name).write_text(text, encoding="utf-8")
-                flush_folder(self.partial)
-                os.rename(self.partial, self.output)
-                flush(self.output.parent)
+        self._check_shards()
+        self._write_index()
+        self._write_config()
+        self._copy_files()
+        for name, text in (extra or {}).items():
+            (self.partial / name).write_text(text, encoding="utf-8")
+        flush_folder(self.partial)
+        os.rename(self.partial, self.output)
+        flush(self.output.parent)
 
     def _check_shards(self) -> None:
         problems = []
@@ -189,10 +190,10 @@ def export_checkpoint(
 
     base: the base checkpoint's folder, when it is not where it was in training. verify: read everything back and compare hashes.
     """
-    from common.checkpoint import SavedParameters  # here, because checkpoint.py needs more than an export does
-
     saved = SavedParameters(path)
     checkpoint = Checkpoint(base or saved.base)
+    if fingerprint(checkpoint.path) != saved.fingerprint:
+        raise ValueError(f"the weights in {checkpoint.path} are not those that {path} was trained from. Give the right folder as base.")
     model = build_skeleton(checkpoint.path, attn_implementation="eager", num_layers=saved.num_layers, decoder_layer=decoder_layer)
     converter = Converter(model, checkpoint)
     trained = {converter.tied.get(name, name): name for name in saved.names}
@@ -202,9 +203,10 @@ def export_checkpoint(
     hashes = {}
     for index, unit in enumerate(tqdm(converter.units, desc="exporting", unit="unit")):
         named = converter.read(name for name in unit.model_names if name not in trained)
-        named |= {name: saved.read(trained[name]) for name in unit.model_names if name in trained}
+        tensors = saved.read_many([trained[name] for name in unit.model_names if name in trained])
+        named |= {name: tensors[trained[name]] for name in unit.model_names if name in trained}
         hashes |= exporter.write_unit(index, named)
-        del named  # before the next unit is read
+        del named, tensors  # before the next unit is read
     hashes |= exporter.copy_untouched()
     if verify:
         exporter.verify(hashes)

@@ -1,5 +1,6 @@
 """The model without memory: its config from a checkpoint folder, built on the meta device, and where its decoder layers are."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,17 @@ def rows_are_aligned(config: PretrainedConfig) -> bool:
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:
-    """from_pretrained upcasts some parameters by name while it loads; a model built from its config has them in its own dtype."""
-    patterns = model._keep_in_fp32_modules_strict or ()
-    for name, parameter in list(model.named_parameters()):
-        if any(pattern in name for pattern in patterns) and parameter.dtype in (torch.bfloat16, torch.float16):
-            module_path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module_path), leaf, nn.Parameter(parameter.data.float(), parameter.requires_grad))
+    """from_pretrained upcasts some parameters and buffers by name while it loads; a model built from its config has them in its dtype."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if tensor.dtype not in (torch.bfloat16, torch.float16) or not any(re.search(pattern, name) for pattern in patterns):
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor.float()
+        else:
+            module._parameters[leaf] = nn.Parameter(tensor.detach().float(), tensor.requires_grad)
 
 
 def find_decoder_layers(model: PreTrainedModel, decoder_layer: str | None = None) -> list[str]:
