@@ -1,0 +1,201 @@
+"""Process group, devices, timeouts, sums over ranks, stacks of a stuck rank, rank-aware logging.
+
+Every function answers as one process (rank 0 of 1) before `init()`, so tools without torchrun need no special case.
+Two groups exist: the default one (NCCL on GPUs, gloo on CPUs) carries tensors of training; `control_group()` is always gloo and carries
+objects and waits. A rank that waits for a file, a server or another rank's slow work waits on the control group: inside an NCCL
+collective the watchdog would kill the job.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+
+log = logging.getLogger(__name__)
+
+_control: torch_dist.ProcessGroup | None = None
+_stack_file = None  # an open file: faulthandler writes to its descriptor from a signal-safe thread
+_stack_seconds = 0.0
+
+
+def init(setup_timeout_minutes: float = 60.0) -> None:
+    """Starts the process group from torchrun's variables, or a group of one without them.
+
+    The timeout is long at first, because reading a checkpoint, tokenising and compiling take minutes on one rank while the others wait;
+    call `set_timeout` when the training loop starts.
+    """
+    global _control
+    # A hang on 96 GPUs must leave evidence: NCCL keeps its last collectives and dumps them when one times out.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # the name before torch 2.9
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    timeout = timedelta(minutes=setup_timeout_minutes)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank())
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": timeout}
+    if "RANK" not in os.environ:
+        options |= {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    torch_dist.init_process_group(**options)
+    _control = torch_dist.new_group(backend="gloo", timeout=timeout)
+
+
+def shutdown() -> None:
+    """Ends the process group. The barrier keeps a fast rank from tearing down connections that a slow one still uses."""
+    global _control
+    if _stack_file is not None:
+        faulthandler.cancel_dump_traceback_later()
+    if torch_dist.is_initialized():
+        barrier()
+        torch_dist.destroy_process_group()
+    _control = None
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def node() -> int:
+    """Number of this rank's node. torchrun numbers ranks node by node, with the same count on each."""
+    return rank() // local_world_size()
+
+
+def num_nodes() -> int:
+    return -(-world_size() // local_world_size())
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def device() -> torch.device:
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def control_group() -> torch_dist.ProcessGroup | None:
+    """The gloo group for objects and waits; None before `init()`."""
+    return _control
+
+
+def set_timeout(minutes: float) -> None:
+    """Changes how long a collective of training may take before the job is killed: long while loading and compiling, short in the loop.
+
+    The control group keeps its long limit: during a save the fastest rank waits for the slowest disk. A rank that died is noticed there
+    at once, by its closed connections.
+    """
+    torch_dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), torch_dist.group.WORLD)
+
+
+def barrier() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.barrier(group=_control)
+
+
+def broadcast_object(value, src: int = 0):
+    """Returns `src`'s value on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    torch_dist.broadcast_object_list(box, src=src, group=_control)
+    return box[0]
+
+
+def gather_objects(value) -> list:
+    """Returns every rank's value, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size()
+    torch_dist.all_gather_object(values, value, group=_control)
+    return values
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums `tensor` over all ranks in place and returns it."""
+    if world_size() > 1:
+        torch_dist.all_reduce(tensor)
+    return tensor
+
+
+def all_max(tensor: torch.Tensor) -> torch.Tensor:
+    """Maximum of `tensor` over all ranks, in place, and returned."""
+    if world_size() > 1:
+        torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
+    return tensor
+
+
+class main_rank_first:
+    """`with main_rank_first() as mine: if mine: ...slow work of rank 0...`: the others wait on the control group, without a time limit of
+    NCCL, and every rank raises when rank 0's block did. Without that, the others would wait for a rank that has already gone.
+    """
+
+    def __enter__(self) -> bool:
+        return is_main()
+
+    def __exit__(self, error_type, error, traceback) -> bool:
+        failure = broadcast_object(f"{error_type.__name__}: {error}" if error_type is not None else None)
+        if failure is not None and not is_main():
+            raise RuntimeError(f"rank 0 failed: {failure}")
+        return False
+
+
+def watch_stacks(folder: Path, seconds: float) -> None:
+    """From now on a rank that does not call `beat()` for `seconds` writes the stacks of all its threads to `folder/rank-00012.txt`.
+
+    Set below the collective timeout: when one rank is stuck, all others wait in a collective, and their stacks beside the odd one's name
+    the fault before the job is killed.
+    """
+    global _stack_file, _stack_seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    _stack_file = open(folder / f"rank-{rank():05d}.txt", "a")  # noqa: SIM115 - stays open for the life of the process
+    _stack_seconds = seconds
+    beat()
+
+
+def beat() -> None:
+    """Tells the watch that this rank is alive. Costs microseconds; does nothing before `watch_stacks`."""
+    if _stack_file is not None:
+        faulthandler.dump_traceback_later(_stack_seconds, repeat=False, file=_stack_file)
+
+
+def rest() -> None:
+    """Suspends the watch until the next `beat()`, before work that may rightly take long: a save, an export."""
+    if _stack_file is not None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def setup_logging(log_file: Path | None = None) -> None:
+    """INFO on rank 0, WARNING elsewhere, each line with its rank; rank 0 also appends to `log_file`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A C-locale terminal must not kill a run because a sample holds Japanese.
+        stream.reconfigure(errors="backslashreplace")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if log_file is not None and is_main():
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    logging.basicConfig(
+        level=logging.INFO if is_main() else logging.WARNING,
+        format=f"%(asctime)s [rank {rank()}] %(levelname)s %(message)s",
+        handlers=handlers,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # dcp says on every save that it plans without a process group of its own, and torch logs each collective setting it reads.
+    logging.getLogger("torch.distributed").setLevel(logging.WARNING)

@@ -1,0 +1,237 @@
+"""What every method does before and after its loop: start a run, build the sharded model, stop on request, write the final model."""
+
+import logging
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common import attention, checkpoint, config, data, dist
+from common.checkpoint import Base, TrainState
+from common.config import DataArguments, ModelArguments, TrainArguments
+from common.data import Bins, PackedBatch, TokenizedDataset
+from common.export import Exporter
+from common.families import family_of
+from common.fsdp import Precision, ShardedModel, load_and_shard
+from common.logprobs import NO_TARGET, LogpModel
+from common.metrics import ModelFlops
+from common.optim import AdamW
+from common.router import RouterStats
+from common.skeleton import build_skeleton
+from common.tensor_files import Checkpoint
+from common.weights import Converter
+
+log = logging.getLogger(__name__)
+
+STOP, DONE = "STOP", "DONE"
+
+
+def start(output_dir: Path, args: TrainArguments, *all_arguments) -> None:
+    """Process group, log, seeds, the run's config.yaml. STOP and DONE of the attempt before are removed."""
+    dist.init(args.setup_timeout_minutes)
+    dist.setup_logging(output_dir / "run.log")
+    seed = args.seed * 1_000_003 + dist.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    with dist.main_rank_first() as mine:
+        if mine:
+            for flag in (STOP, DONE):
+                (output_dir / flag).unlink(missing_ok=True)
+            config.save_resolved(output_dir / "config.yaml", *all_arguments)
+    log.info("run %s on %d ranks of %d nodes, torch %s", output_dir, dist.world_size(), dist.num_nodes(), torch.__version__)
+
+
+def stop_requested(output_dir: Path) -> bool:
+    """Whether somebody asked this run to save and stop. Only rank 0's answer counts: all ranks must agree on the step."""
+    return dist.is_main() and (output_dir / STOP).exists()
+
+
+def agree(*values: float) -> list[float]:
+    """Sums each value over all ranks, in float64."""
+    return dist.all_sum(torch.tensor(values, dtype=torch.float64, device=dist.device())).tolist()
+
+
+def load_data(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, args: DataArguments, output_dir: Path
+) -> tuple[TokenizedDataset, Bins]:
+    """Tokenised rows of `files` and the bins they are packed into. Rank 0 tokenises once, into a cache; the others open it."""
+    cache = Path(args.data_cache_dir or output_dir / "data_cache")
+    path = None
+    with dist.main_rank_first() as mine:
+        if mine:
+            dataset = data.tokenize_files(
+                files,
+                tokenizer,
+                max_length=args.max_length,
+                over_long=args.over_long,
+                on_bad_row=args.on_bad_row,
+                cache_dir=cache,
+                num_workers=args.data_workers,
+            )
+            path = dataset.path
+    dataset = TokenizedDataset.open(dist.broadcast_object(path))
+    bins = data.pack(dataset.lengths, args.max_length, args.packing)
+    if not len(dataset):
+        raise ValueError(f"{', '.join(files)}: no row carries loss. {dataset.summary()}")
+    log.info("%s: %s; %d bins of %d tokens", ", ".join(files), dataset.summary(), len(bins), args.max_length)
+    return dataset, bins
+
+
+@dataclass
+class Model:
+    """The sharded model with what saving and exporting it needs."""
+
+    sharded: ShardedModel
+    converter: Converter
+    source: Checkpoint
+    base: Base
+    flops: ModelFlops
+    num_experts_layers: int  # MoE layers; 0 for a dense model
+
+
+def build_model(args: ModelArguments) -> Model:
+    """Loads the base checkpoint, sharded as it loads. A collective; minutes for a large model."""
+    path = args.model_name_or_path
+    attention.register()
+    skeleton = build_skeleton(
+        path, attn_implementation=args.attn_implementation, num_layers=args.debug_num_layers, decoder_layer=args.decoder_layer
+    )
+    family = family_of(skeleton.config)
+    attention.prepare(skeleton)
+    source = Checkpoint(path)
+    converter = Converter(skeleton, source)
+    flops = ModelFlops(skeleton, family)
+    router_stats = RouterStats(skeleton, family, with_logits=args.load_balancing_coef > 0)
+    if args.load_balancing_coef > 0 and not router_stats.routers:
+        raise ValueError(f"load_balancing_coef is {args.load_balancing_coef}, but {path} is a dense model without routers. Set it to 0.")
+    precision = Precision(getattr(torch, args.master_dtype), getattr(torch, args.compute_dtype), getattr(torch, args.reduce_dtype))
+    sharded = load_and_shard(
+        skeleton,
+        converter,
+        precision,
+        wrap_root=lambda model: LogpModel(model, router_stats=router_stats, compile=args.compile),
+        gradient_checkpointing=args.gradient_checkpointing,
+        compile_layers=args.compile,
+        never_trained=family.never_trained,
+    )
+    with dist.main_rank_first() as mine:
+        identity = checkpoint.fingerprint(path) if mine else ""
+    base = Base(str(Path(path).resolve()), dist.broadcast_object(identity), args.debug_num_layers)
+    return Model(sharded, converter, source, base, flops, len(router_stats.routers))
+
+
+# Mean |difference| of log-probabilities that rounding explains; a leak between rows moves real models by tenths.
+PACKING_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+
+
+@torch.no_grad()
+def check_packing(model: ShardedModel, batch: PackedBatch, compute_dtype: str = "bfloat16") -> None:
+    """Compares log-probabilities of two rows inside a packed bin with those of each row alone, on the user's own data and model.
+
+    RuntimeError when rows see each other. All ranks pass the same batch: a collective of three forward passes.
+    """
+    batch = batch.to(dist.device())
+    starts = batch.cu_seq_lens.tolist()
+    segments = [(a, b) for a, b in zip(starts, starts[1:], strict=False) if b <= batch.num_tokens]
+    if len(segments) < 2:
+        log.info("packing check: the first bin holds one row only, nothing to compare")
+        return
+    model.train(False)
+    packed = model(batch.model_inputs(), batch.targets, num_tokens=batch.num_tokens).logps
+    worst = 0.0
+    for a, b in {segments[1], segments[-1]}:
+        alone = _only(batch, a, b)
+        logps = model(alone.model_inputs(), alone.targets, num_tokens=b - a).logps[: b - a]
+        learned = batch.targets[0, a:b] != NO_TARGET
+        if learned.any():
+            worst = max(worst, (packed[a:b] - logps)[learned].abs().mean().item())
+    model.train()
+    limit = PACKING_TOLERANCE[getattr(torch, compute_dtype)]
+    if not worst <= limit:
+        raise RuntimeError(
+            f"packed rows differ from the same rows alone: mean |log-probability difference| {worst:.4f}, allowed {limit}. "
+            "Rows of a bin see each other; train with another attn_implementation."
+        )
+    log.info("packing check: rows in a bin equal rows alone to %.2g", worst)
+
+
+def _only(batch: PackedBatch, start: int, end: int) -> PackedBatch:
+    """Tokens start..end as the first segment of a row of the same length (so that a compiled layer is not compiled again), the rest padding."""
+    length = batch.input_ids.shape[1]
+    rest = length - (end - start)
+    boundaries = [0, end - start, length] if rest else [0, length]
+    positions = torch.cat([torch.arange(end - start), torch.arange(rest)])[None].to(batch.position_ids)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.roll(-start, dims=1),
+        targets=batch.targets.roll(-start, dims=1),
+        position_ids=positions,
+        seq_idx=(torch.arange(length)[None] >= end - start).to(batch.seq_idx),
+        cu_seq_lens=torch.tensor(boundaries).to(batch.cu_seq_lens),
+        max_length=max(batch.max_length, rest),
+        num_tokens=end - start,
+    )
+
+
+def batch_identity(args: TrainArguments) -> dict:
+    """What a resumed run must share with its checkpoint for its data position to mean the same."""
+    bins = dist.world_size() * args.gradient_accumulation_steps * args.per_device_train_batch_size
+    return {"bins_per_step": bins, "seed": args.seed, "optim": args.optim}
+
+
+def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW, data_identity: dict) -> TrainState:
+    """The state of the newest complete checkpoint (or the one asked for), loaded; a fresh one when there is none. A collective."""
+    folder = checkpoint.find(output_dir, args.resume)
+    if folder is None:
+        if args.resume == "none" and checkpoint.complete_checkpoints(output_dir):
+            raise ValueError(f"{output_dir} has checkpoints of another run. Give another output_dir, or resume them with --resume auto.")
+        return TrainState()
+    now = batch_identity(args) | data_identity
+    _, saved = checkpoint.read_state(folder)
+    for name, value in now.items():
+        if saved[name] == value or (name == "bins_per_step" and args.allow_batch_change):
+            continue
+        advice = " --allow_batch_change resumes anyway." if name == "bins_per_step" else ""
+        raise ValueError(f"{folder} was trained with {name} = {saved[name]}; now it is {value}. The data position would not mean the same.{advice}")
+    state, _ = checkpoint.load(folder, model.sharded, optimizer, model.base)
+    log.info("resumed %s at step %d, epoch %d, bin %d", folder, state.step, state.epoch, state.offset)
+    return state
+
+
+def save(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW, state: TrainState, data_identity: dict) -> None:
+    """A checkpoint of the run as it stands. A collective."""
+    dist.rest()
+    folder = checkpoint.save(
+        output_dir, model.sharded, optimizer, state, model.base, batch_identity(args) | data_identity, args.save_total_limit
+    )
+    log.info("saved %s", folder)
+    dist.beat()
+
+
+def export(output: Path, model: Model) -> None:
+    """Writes the model as a Hugging Face folder, one unit at a time: all ranks gather it, one rank of node (unit mod nodes) writes it.
+
+    Every written file is read back and its bytes compared with the live parameters'. A collective.
+    """
+    dist.rest()
+    with dist.main_rank_first() as mine:
+        if mine:
+            shutil.rmtree(output, ignore_errors=True)  # of the same run, before it was given more steps
+    exporter = Exporter(model.converter, model.source, output)
+    for index, _ in enumerate(model.sharded.units):
+        named = model.sharded.gather_unit(index, torch.bfloat16)
+        if dist.rank() == (index % dist.num_nodes()) * dist.local_world_size():
+            exporter.write_unit(index, named)
+        del named
+    dist.barrier()
+    with dist.main_rank_first() as mine:
+        if mine:
+            exporter.copy_untouched()
+            exporter.finish()
+    log.info("exported %s", output)
+    dist.beat()

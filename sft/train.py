@@ -1,0 +1,186 @@
+"""Supervised fine-tuning on plain PyTorch FSDP.
+
+    torchrun --nproc-per-node 8 -m sft.train --config sft/configs/qwen3_235b.yaml --model_name_or_path BASE --train_files data.jsonl --output_dir runs/a
+
+The loss of a step is sum(w m NLL) / sum(w m) over the whole window: all ranks, all micro-batches, m = 1 on assistant tokens (their end-of-turn
+token included), w the row's weight. The denominator is counted before the first backward, so neither the number of ranks nor accumulation changes
+the result. `touch OUTPUT_DIR/STOP` saves and ends the run; the same command resumes it.
+"""
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from common import config, dist, run
+from common.config import DataArguments, ModelArguments, TrainArguments
+from common.data import Bins, Order, PackedBatch, TokenizedDataset, collate, describe
+from common.metrics import MetricsLog, StepTimer, memory_gib, peak_flops, squared_lengths
+from common.optim import AdamW, learning_rate
+
+log = logging.getLogger(__name__)
+
+
+def micro_batches(dataset: TokenizedDataset, bins: Bins, window: list[int], args: TrainArguments, pad_to: int | None) -> list[PackedBatch]:
+    """This rank's micro-batches of one step's `window` of bins. Micro-batch m of all ranks takes neighbouring bins."""
+    size = args.per_device_train_batch_size
+    starts = ((m * dist.world_size() + dist.rank()) * size for m in range(args.gradient_accumulation_steps))
+    return [collate(dataset, bins, window[start : start + size], pad_to=pad_to) for start in starts]
+
+
+@torch.no_grad()
+def evaluate(model, dataset: TokenizedDataset, bins: Bins, pad_to: int | None) -> dict[str, float]:
+    """Loss per token and perplexity over all of `dataset`. No row is dropped: a rank without a bin left runs one of zero weight."""
+    model.train(False)
+    total = torch.zeros(2, dtype=torch.float64, device=dist.device())
+    for first in range(0, len(bins), dist.world_size()):
+        mine = first + dist.rank()
+        batch = collate(dataset, bins, [min(mine, len(bins) - 1)], pad_to=pad_to, zero_weight=mine >= len(bins)).to(dist.device())
+        output = model(batch.model_inputs(), batch.targets, num_tokens=batch.num_tokens)
+        weights = batch.weights.flatten()
+        total += torch.stack([-(output.logps * weights).sum(), weights.sum()])
+        dist.beat()
+    model.train()
+    loss = (dist.all_sum(total)[0] / total[1]).item()
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+@record
+def main() -> None:
+    model_args, data_args, args = config.parse(ModelArguments, DataArguments, TrainArguments)
+    output_dir = Path(args.output_dir)
+    run.start(output_dir, args, model_args, data_args, args)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+
+    # Data first: a bad row must be known before a large model is loaded.
+    train_data, train_bins = run.load_data(data_args.train_files, tokenizer, data_args, output_dir)
+    eval_data, eval_bins = run.load_data(data_args.eval_files, tokenizer, data_args, output_dir) if data_args.eval_files else (None, None)
+    data_identity = {"data": train_data.path.name, "max_length": data_args.max_length, "packing": data_args.packing}
+    bins_per_step = run.batch_identity(args)["bins_per_step"]
+    order = Order(len(train_bins), args.seed)
+    steps_per_epoch = order.steps_per_epoch(bins_per_step)
+    total_steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * steps_per_epoch))
+    pad_to = data_args.max_length * args.per_device_train_batch_size if model_args.compile else None
+    eval_pad_to = data_args.max_length if model_args.compile else None
+    log.info("%d steps of %d bins, %d steps an epoch", total_steps, bins_per_step, steps_per_epoch)
+    log.info("what carries loss, between marks:\n%s", describe(collate(train_data, train_bins, [0]), tokenizer))
+
+    model = run.build_model(model_args)
+    optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
+    state = run.resume(output_dir, args, model, optimizer, data_identity)
+    first_step = state.step
+    run.check_packing(model.sharded, collate(train_data, train_bins, [0], pad_to=eval_pad_to), model_args.compute_dtype)
+    metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step)
+
+    skipped_in_a_row = 0
+    model.sharded.train()
+    timer = StepTimer()
+    progress = tqdm(total=total_steps, initial=state.step, desc="sft", unit="step", disable=not dist.is_main())
+    while state.step < total_steps:
+        window, epoch, offset = order.next(state.epoch, state.offset, bins_per_step)
+        batches = micro_batches(train_data, train_bins, window, args, pad_to)
+
+        # What divides every loss term is known before the first backward. The stop flag travels in the same sum.
+        stop, total_weight, tokens, squares = run.agree(
+            run.stop_requested(output_dir),
+            sum(batch.weights.sum().item() for batch in batches),
+            sum(batch.num_tokens for batch in batches),
+            sum(squared_lengths(batch.cu_seq_lens) for batch in batches),
+        )
+        if stop:
+            run.save(output_dir, args, model, optimizer, state, data_identity)
+            log.info("%s found: saved at step %d, ending", run.STOP, state.step)
+            metrics.close()
+            dist.shutdown()
+            return
+
+        sums = torch.zeros(2, dtype=torch.float64, device=dist.device())  # NLL, load-balancing term
+        load = None
+        for batch in batches:
+            batch = batch.to(dist.device())
+            output = model.sharded(batch.model_inputs(), batch.targets, num_tokens=batch.num_tokens)
+            nll = -(output.logps * batch.weights.flatten()).sum()
+            # The load-balancing term belongs to one micro-batch of all ranks; the step takes the mean over its micro-batches.
+            balance = output.aux_loss / len(batches)
+            loss = nll / total_weight + model_args.load_balancing_coef * balance
+            (loss * dist.world_size()).backward()  # FSDP divides gradients by the number of ranks
+            sums += torch.stack([nll.detach(), balance.detach()])
+            if output.expert_load is not None:
+                load = output.expert_load if load is None else load + output.expert_load
+
+        grad_norm = model.sharded.clip_grad_norm(args.max_grad_norm).item()
+        nll, balance = dist.all_sum(sums).tolist()
+        loss = nll / total_weight
+        lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            optimizer.step(lr)
+            skipped_in_a_row = 0
+        else:
+            skipped_in_a_row += 1
+            state.skipped_steps += 1
+            rows = ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id])
+            log.warning("step %d skipped: loss %s, gradient norm %s. Its rows: %s", state.step + 1, loss, grad_norm, rows)
+            if skipped_in_a_row >= args.max_skipped_steps:
+                raise RuntimeError(f"{skipped_in_a_row} steps in a row were not finite. Rows of the last one: {rows}")
+        optimizer.zero_grad()
+        state.step, state.epoch, state.offset = state.step + 1, epoch, offset
+        state.tokens += int(tokens)
+        dist.beat()
+
+        values: dict[str, float | None] = {}
+        if state.step % args.logging_steps == 0 or state.step == total_steps:
+            seconds = timer.lap() / min(args.logging_steps, state.step - first_step)
+            values = {
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": lr,
+                "epoch": state.epoch + state.offset / len(train_bins),
+                "tokens": state.tokens,
+                "skipped_steps": state.skipped_steps,
+            }
+            if load is not None:
+                load = dist.all_sum(load)
+                values["moe/max_load"] = (load.max(dim=1).values / load.mean(dim=1)).max().item()
+                values["moe/aux_loss"] = balance if model_args.load_balancing_coef > 0 else None
+            flops, peak = model.flops.of(int(tokens), squares), peak_flops()
+            values |= {
+                "perf/seconds": seconds,
+                "perf/tokens_per_second": tokens / seconds,
+                "perf/mfu": flops / seconds / (peak * dist.world_size()) if peak else None,
+                "perf/memory_gib": memory_gib(),
+            }
+            log.info("step %d loss %.4f grad_norm %.3f lr %.3g %.0f tokens/s", state.step, loss, grad_norm, lr, tokens / seconds)
+            progress.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        progress.update()
+
+        last = state.step == total_steps
+        if eval_data is not None and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
+            values |= evaluate(model.sharded, eval_data, eval_bins, eval_pad_to)
+            log.info("step %d eval loss %.4f perplexity %.3f", state.step, values["eval/loss"], values["eval/perplexity"])
+        if values:
+            metrics.log(state.step, values)
+        if last or state.step % args.save_steps == 0:
+            run.save(output_dir, args, model, optimizer, state, data_identity)
+        if state.step == first_step + 1:  # loading, compiling and the first step are over: from now on a long wait is a fault
+            dist.set_timeout(args.collective_timeout_minutes)
+            dist.watch_stacks(output_dir / "stacks", 0.8 * 60 * args.collective_timeout_minutes)
+        if values:
+            timer.lap()  # evaluation and saving do not count as training time
+
+    progress.close()
+    metrics.close()
+    if args.export_final and (state.step > first_step or not (output_dir / "final").exists()):
+        run.export(output_dir / "final", model)
+    with dist.main_rank_first() as mine:
+        if mine:
+            (output_dir / run.DONE).touch()
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main()
