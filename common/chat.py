@@ -90,7 +90,9 @@ class Chat:
         else:
             raise BadRow(f"a row needs 'messages', or 'prompt' and 'completion'; columns found: {', '.join(map(str, row)) or 'none'}")
         if not self.tokenizer.chat_template:
-            raise BadRow("the tokenizer has no chat template: put one beside it (chat_template.jinja), or give prompt and completion as strings")
+            raise BadRow(
+                "the tokenizer has no chat template: put one beside it (chat_template.jinja), or give prompt and completion as strings"
+            )
         messages = [normalise(message, i, self.stops) for i, message in enumerate([*prompt, *completion])]
         tools = [_from_json(tool, "tools", dict) for tool in _from_json(row.get("tools") or [], "tools", list)] or None
         kwargs = {**self.kwargs, **_from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)}
@@ -104,7 +106,9 @@ class Chat:
             rendered = self._by_prefix(messages, turns, tools, kwargs)
         _check_nothing_dropped(messages, turns, rendered)
         learned = _learned(rendered)
-        self.notes["reasoning_not_rendered"] += any(_squeeze(messages[i].get("reasoning_content", "")) not in _squeeze(learned) for i in turns)
+        self.notes["reasoning_not_rendered"] += any(
+            _squeeze(messages[i].get("reasoning_content", "")) not in _squeeze(learned) for i in turns
+        )
         return rendered
 
     def encode(self, rendered: list[Rendered]) -> list[Example]:
@@ -113,22 +117,22 @@ class Chat:
             return []
         if self.tokenizer.is_fast:
             batch = self.tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            tokens = zip(batch["input_ids"], batch["offset_mapping"])
+            tokens = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
         else:
             tokens = [(None, None)] * len(rendered)
-        return [self._example(r, ids, offsets) for r, (ids, offsets) in zip(rendered, tokens)]
+        return [self._example(r, ids, offsets) for r, (ids, offsets) in zip(rendered, tokens, strict=True)]
 
     def _example(self, rendered: Rendered, ids, offsets) -> Example:
         # A token belongs to the span in which it ends. Overlap would lose white space: several byte-level tokenizers (Llama 3)
         # trim it from the offsets, which leaves a newline with an empty range.
         ends = [] if offsets is None else [end for _, end in offsets]
         cuts = [bisect_right(ends, start) for start, _ in rendered.spans]
-        joined = any(k < len(ends) and start > (ends[k - 1] if k else 0) for k, (start, _) in zip(cuts, rendered.spans))
+        joined = any(k < len(ends) and start > (ends[k - 1] if k else 0) for k, (start, _) in zip(cuts, rendered.spans, strict=True))
         if offsets is None or rendered.cut or joined:
             ids, mask = self._piecewise(rendered)
         else:
             mask = [False] * len(ids)
-            for first, (_, end) in zip(cuts, rendered.spans):
+            for first, (_, end) in zip(cuts, rendered.spans, strict=True):
                 last = bisect_right(ends, end)
                 mask[first:last] = [True] * (last - first)
         if rendered.stop_id is not None:
@@ -203,7 +207,7 @@ class Chat:
         text, spans = texts[0], list(spans[0])
         assistants = [message for message in messages if message["role"] == "assistant"]
         if len(spans) == len(assistants):
-            spans = [span for span, message in zip(spans, assistants) if has_something_to_learn(message)]
+            spans = [span for span, message in zip(spans, assistants, strict=True) if has_something_to_learn(message)]
         if num_prompt:
             prompt = self._text(messages[:num_prompt], tools, kwargs, add_generation_prompt=True)
             _check_prompt(prompt, text, num_prompt)
@@ -338,7 +342,7 @@ def _longest_prefix(text: str, candidates) -> str | None:
 def _check_prompt(prompt: str, whole: str, turn: int) -> None:
     if whole.startswith(prompt):
         return
-    same = next((k for k, (a, b) in enumerate(zip(prompt, whole)) if a != b), min(len(prompt), len(whole)))
+    same = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
     raise BadRow(
         f"turn {turn}: the prompt that the chat template makes for generation is not the beginning of the rendered conversation: "
         f"after {prompt[max(0, same - 30) : same]!r} the prompt has {prompt[same : same + 30]!r}, the conversation {whole[same : same + 30]!r}. "

@@ -14,18 +14,18 @@ micro-batch, N its segments (examples, and the padding), B bins.
 import hashlib
 import json
 import logging
-import math
 import multiprocessing
 import os
 import shutil
 import sys
 import uuid
 from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Iterator, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -34,13 +34,13 @@ import transformers
 from tqdm import tqdm
 
 from common import chat as chat_module
-from common.chat import BadRow, Chat, Example, generation_stop_ids
+from common import rows as rows_module
+from common.chat import BadRow, Chat, generation_stop_ids
+from common.rows import Unit, read_unit, row_weight, split_into_units
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "weight")
 ROWS_PER_CALL = 256  # rows tokenised in one call
-UNIT_BYTES = 2 << 20  # of a file, handed to one worker at a time
 WORKERS_FROM_BYTES = 8 << 20  # starting workers costs seconds: smaller input is tokenised in this process
 KEPT_MESSAGES = 20  # of skipped rows, in the report
 NO_TARGET = -100
@@ -57,7 +57,7 @@ class TokenizedDataset:
 
     def __init__(self, path: Path, info: dict):
         self.path, self.report, self._files = path, info["report"], info["files"]
-        self.key = path.name  # changes with the files, the tokenizer, the template, the settings or the code
+        self.key = info["content"]  # hash of ids, masks and weights in their order: the same data, wherever the files lie
         self.offsets = np.load(path / "offsets.npy", mmap_mode="r")
         self.weights = np.load(path / "weights.npy", mmap_mode="r")
         self._sources = np.load(path / "sources.npy", mmap_mode="r")  # int64 [examples, 2]: file, line
@@ -178,21 +178,11 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 def code_fingerprint() -> list[str]:
     """A cache made by other code may hold other masks."""
-    sources = [Path(module.__file__).read_bytes() for module in (chat_module, sys.modules[__name__])]
+    sources = [Path(module.__file__).read_bytes() for module in (chat_module, rows_module, sys.modules[__name__])]
     return [hashlib.sha256(b"".join(sources)).hexdigest(), transformers.__version__, tokenizers.__version__]
 
 
-# ---- reading and tokenising, in units that workers take
-
-
-class Unit(NamedTuple):
-    """A part of one file: bytes [start, end) of JSON Lines (the lines that begin there), or row group `start` of a Parquet file."""
-
-    file: str
-    file_index: int
-    start: int
-    end: int
-    size: int  # bytes, for the progress bar
+# ---- tokenising, in units that workers take
 
 
 @dataclass
@@ -210,93 +200,6 @@ class Part:
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
-
-
-def split_into_units(files: list[str]) -> list[Unit]:
-    units = []
-    for index, file in enumerate(files):
-        size = os.path.getsize(file)
-        if file.endswith(".parquet"):
-            groups = _open_parquet(file).metadata
-            units += [Unit(file, index, g, g + 1, groups.row_group(g).total_byte_size) for g in range(groups.num_row_groups)]
-        elif file.endswith((".jsonl", ".json")):
-            units += [Unit(file, index, s, min(s + UNIT_BYTES, size), min(UNIT_BYTES, size - s)) for s in range(0, size, UNIT_BYTES)]
-        else:
-            raise ValueError(f"{file}: data files are JSON Lines (.jsonl, .json) or Parquet (.parquet)")
-    return units
-
-
-def read_unit(unit: Unit) -> Iterator[tuple[int, dict | BadRow | None]]:
-    """(line inside the unit, row). Blank lines give None, so that lines are counted as an editor does."""
-    if unit.file.endswith(".parquet"):
-        parquet = _open_parquet(unit.file)
-        found = parquet.schema_arrow.names
-        wanted = [name for name in COLUMNS if name in found]
-        line = 0
-        # Without a column that is known, the names of all are still needed for the error.
-        for batch in parquet.iter_batches(batch_size=ROWS_PER_CALL, row_groups=[unit.start], columns=wanted or found):
-            for row in batch.to_pylist():
-                line += 1
-                yield line, _without_nulls(row)
-        return
-    with open(unit.file, "rb") as stream:
-        if unit.start:
-            stream.seek(unit.start - 1)
-            stream.readline()  # the rest of a line that belongs to the unit before
-        line = 0
-        while stream.tell() < unit.end and (raw := stream.readline()):
-            line += 1
-            yield line, _parse_line(raw.removeprefix(b"\xef\xbb\xbf") if unit.start == 0 and line == 1 else raw)
-
-
-def _parse_line(raw: bytes) -> dict | BadRow | None:
-    if not raw.strip():
-        return None
-    try:
-        row = json.loads(raw.decode("utf-8"))
-        if b"\\ud" in raw.lower():
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        return BadRow(f"not valid UTF-8: {error}")
-    except UnicodeEncodeError as error:
-        return BadRow(f"half of a surrogate pair is no character: {error}")
-    except (ValueError, RecursionError) as error:
-        hint = " (the file looks like one JSON array: write one object a line)" if raw.lstrip()[:1] == b"[" else ""
-        return BadRow(f"not valid JSON: {error}{hint}")
-    return row if isinstance(row, dict) else BadRow(f"a line must hold one JSON object, not a {type(row).__name__}")
-
-
-def _open_parquet(file: str):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"reading {file} needs pyarrow: pip install pyarrow") from error
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
-
-
-def _without_nulls(value):
-    """Parquet gives every struct all fields of its type; those a row never had come back as None."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def row_weight(row: dict) -> float:
-    weight = row.get("weight", 1.0)
-    try:
-        with np.errstate(over="ignore"):
-            value = float("nan") if isinstance(weight, (bool, str)) else float(np.float32(weight))
-    except (TypeError, ValueError, OverflowError):
-        value = float("nan")
-    if not math.isfinite(value) or value <= 0:
-        raise BadRow(f"weight is {weight!r}; it must be a finite number above 0 (leave a row out instead of giving it weight 0)")
-    return value
 
 
 def tokenize_unit(unit: Unit, chat: Chat, settings: Settings, stem: str) -> Part:
@@ -374,13 +277,13 @@ def tokenized_parts(units: list[Unit], tokenizer, settings: Settings, folder: Pa
     stems = [str(folder / f"part-{i:06d}") for i in range(len(units))]
     if num_workers <= 1:
         chat = Chat(tokenizer, stop_ids=settings.stop_ids, chat_template_kwargs=settings.chat_template_kwargs)
-        for unit, stem in zip(units, stems):
+        for unit, stem in zip(units, stems, strict=True):
             yield tokenize_unit(unit, chat, settings, stem)
         return
     # Spawned, not forked: the caller may hold CUDA and communication threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, settings)) as pool:
-        running, todo = deque(), deque(zip(units, stems))
+        running, todo = deque(), deque(zip(units, stems, strict=True))
         try:
             while todo or running:
                 while todo and len(running) < 2 * num_workers:  # a slow unit must not let finished ones pile up
@@ -400,7 +303,7 @@ def _build(path: Path, files: list[str], tokenizer, settings: Settings, num_work
     try:
         with tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", disable=not progress) as bar:
             with closing(tokenized_parts(units, tokenizer, settings, folder, num_workers)) as parts:
-                _write(folder, files, zip(units, parts), settings, bar)
+                _write(folder, files, zip(units, parts, strict=True), settings, bar)
         try:
             os.rename(folder, path)
         except OSError:
@@ -412,10 +315,20 @@ def _build(path: Path, files: list[str], tokenizer, settings: Settings, num_work
 
 def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> None:
     """Joins the parts into the arrays of the dataset."""
-    report = {"rows": 0, "examples": 0, "tokens": 0, "loss_tokens": 0, "truncated": 0, "dropped": Counter(), "notes": Counter(), "bad_rows": []}
+    report = {
+        "rows": 0,
+        "examples": 0,
+        "tokens": 0,
+        "loss_tokens": 0,
+        "truncated": 0,
+        "dropped": Counter(),
+        "notes": Counter(),
+        "bad_rows": [],
+    }
     per_file = [Counter() for _ in files]
     lengths, sources, weights, lines_before = [], [], [], 0
     current_file = -1
+    content = {".ids": hashlib.sha256(), ".mask": hashlib.sha256()}
     with open(folder / "ids.bin", "wb") as ids_file, open(folder / "mask.bin", "wb") as mask_file:
         for unit, part in parts:
             if unit.file_index != current_file:
@@ -425,7 +338,9 @@ def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> No
                 raise ValueError(f"{unit.file}:{lines_before + line}: {message} (on_bad_row=skip drops and counts such rows)")
             for suffix, target in ((".ids", ids_file), (".mask", mask_file)):
                 with open(part.stem + suffix, "rb") as source:
-                    shutil.copyfileobj(source, target, 1 << 20)
+                    while block := source.read(1 << 20):
+                        target.write(block)
+                        content[suffix].update(block)
                 os.remove(part.stem + suffix)
             lengths.append(np.array(part.lengths, np.int64))
             sources.append(np.array([(unit.file_index, lines_before + line) for line in part.lines], np.int64).reshape(-1, 2))
@@ -440,7 +355,7 @@ def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> No
             per_file[unit.file_index] += Counter(part.dropped, rows=part.rows, examples=len(part.lengths))
             lines_before += part.lines_read
             bar.update(unit.size)
-    for file, counts in zip(files, per_file):
+    for file, counts in zip(files, per_file, strict=True):
         if not counts["examples"]:
             why = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if reason not in ("rows", "examples"))
             first = next((message for message in report["bad_rows"] if message.startswith(f"{file}:")), "")
@@ -448,12 +363,14 @@ def _write(folder: Path, files: list[str], parts, settings: Settings, bar) -> No
                 f"{file} holds nothing to learn from: {counts['rows']} rows, {why or 'no rows'}. {first}\n"
                 "Only assistant turns (or completions) carry loss; look at max_length, the roles and the column names."
             )
-    lengths = np.concatenate(lengths)
+    lengths, weights = np.concatenate(lengths), np.concatenate(weights)
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))
     np.save(folder / "sources.npy", np.concatenate(sources))
-    np.save(folder / "weights.npy", np.concatenate(weights))
+    np.save(folder / "weights.npy", weights)
     report |= {"examples": len(lengths), "tokens": int(lengths.sum())}
-    (folder / "info.json").write_text(json.dumps({"files": files, "settings": settings.key(), "report": report}, indent=1), encoding="utf-8")
+    hashes = [digest.hexdigest() for digest in content.values()] + [hashlib.sha256(a.tobytes()).hexdigest() for a in (lengths, weights)]
+    info = {"content": hashlib.sha256("".join(hashes).encode()).hexdigest(), "files": files, "settings": settings.key(), "report": report}
+    (folder / "info.json").write_text(json.dumps(info, indent=1), encoding="utf-8")
     for file in folder.iterdir():  # bytes before the name that vouches for them
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())
@@ -494,7 +411,7 @@ def pack(lengths: np.ndarray, max_length: int, packing: bool = True) -> Bins:
     values, starts = np.unique(lengths[order][::-1], return_index=True)
     stops = len(order) - starts  # the run of one length ends here, lengths descending
     at = 0
-    for length, stop in zip(values[::-1].tolist(), stops[::-1].tolist()):
+    for length, stop in zip(values[::-1].tolist(), stops[::-1].tolist(), strict=True):
         while at < stop:
             fitting = rooms >> length
             if fitting:
@@ -553,7 +470,9 @@ class Order:
 
     def _finish(self, epoch: int, offset: int) -> tuple[int, int]:
         if offset < self.num_bins:
-            logger.info("end of epoch %d: the last %d of %d bins do not fill a step and are dropped", epoch, self.num_bins - offset, self.num_bins)
+            logger.info(
+                "end of epoch %d: the last %d of %d bins do not fill a step and are dropped", epoch, self.num_bins - offset, self.num_bins
+            )
         return epoch + 1, 0
 
     def _of(self, epoch: int) -> np.ndarray:
@@ -580,7 +499,9 @@ class PackedBatch:
     rows: list[int]  # examples of the dataset, in order
 
     def to(self, device) -> "PackedBatch":
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if torch.is_tensor(getattr(self, f.name))}
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if torch.is_tensor(getattr(self, f.name))
+        }
         return replace(self, **moved)
 
     def squared_lengths(self) -> int:
@@ -653,7 +574,7 @@ def describe(batch: PackedBatch, tokenizer, *, max_segments: int = 2, max_pieces
         learned = [False] + (batch.targets[0, start : end - 1] != NO_TARGET).tolist()
         cuts = [0, *(i for i in range(1, len(ids)) if learned[i] != learned[i - 1]), len(ids)]
         text = ""
-        for first, last in list(zip(cuts, cuts[1:]))[:max_pieces]:
+        for first, last in list(pairwise(cuts))[:max_pieces]:
             piece = tokenizer.decode(ids[first:last], clean_up_tokenization_spaces=False)
             if len(piece) > max_chars:
                 piece = f"{piece[: max_chars // 2]} ... {len(piece) - max_chars} characters ... {piece[-max_chars // 2 :]}"
