@@ -124,7 +124,7 @@ class Chat:
 
     def _example(self, rendered: Rendered, ids, offsets) -> Example:
         # A token belongs to the span in which it ends. Overlap would lose white space: several byte-level tokenizers (Llama 3)
-        # trim it from the offsets, which leaves a newline with an empty range.
+        # trim it from the offsets, which leaves a token of spaces with an empty range.
         ends = [] if offsets is None else [end for _, end in offsets]
         cuts = [bisect_right(ends, start) for start, _ in rendered.spans]
         joined = any(k < len(ends) and start > (ends[k - 1] if k else 0) for k, (start, _) in zip(cuts, rendered.spans, strict=True))
