@@ -528,9 +528,9 @@ def collate(dataset: TokenizedDataset, bins: Bins, bin_ids, *, pad_to: int | Non
     pad_to: T is filled up to this with a segment of its own that has no targets (constant shapes for compiled kernels).
     zero_weight: the batch takes part in the forward pass but has no targets (a rank that has run out of rows).
     """
-    rows = np.concatenate([bins[b] for b in bin_ids]).tolist()
-    if not rows:
+    if not len(bin_ids):
         raise ValueError("a micro-batch needs at least one bin")
+    rows = np.concatenate([bins[b] for b in bin_ids]).tolist()
     examples = [dataset.example(row) for row in rows]
     ids = np.concatenate([ids for ids, _ in examples]).astype(np.int64)
     learned = np.concatenate([mask for _, mask in examples])
