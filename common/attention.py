@@ -65,7 +65,9 @@ def prepare(model: PreTrainedModel) -> None:
         if getattr(module, "indexer", None) is None and not isinstance(module, glm.GlmMoeDsaAttention):
             continue
         if not isinstance(module, glm.GlmMoeDsaAttention):
-            raise ValueError(f"{type(module).__name__} selects tokens with an indexer in a way that is not known here; it cannot train on packed rows")
+            raise ValueError(
+                f"{type(module).__name__} selects tokens with an indexer that is not known here: it cannot train on packed rows"
+            )
         if implementation.startswith("flash_attention"):
             raise ValueError(f"{implementation} ignores which tokens GLM's indexer selects; use {NAME!r}")
         if implementation == NAME:
@@ -75,7 +77,7 @@ def prepare(model: PreTrainedModel) -> None:
 def segments(cu_seq_lens: Tensor) -> Iterator[tuple[int, int]]:
     """(begin, end) of each segment. Reads the tensor on the host, which waits for a GPU."""
     bounds = cu_seq_lens.tolist()
-    return zip(bounds, bounds[1:])
+    return zip(bounds[:-1], bounds[1:], strict=True)
 
 
 # ---- softmax attention -----------------------------------------------------------------------------------------------------------------------------
@@ -108,11 +110,16 @@ def packed_attention(
     window = sliding_window if causal else None
     row = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.is_cuda:
+    if _has_varlen_kernel(query):
         output = _varlen_attention(*row, cu_seq_lens_q, max_length_q, scale, causal, window)
     else:
-        output = torch.cat([_segment_attention(*(x[begin:end] for x in row), scale, causal, window) for begin, end in segments(cu_seq_lens_q)])
+        parts = [[x[begin:end] for x in row] for begin, end in segments(cu_seq_lens_q)]
+        output = torch.cat([_segment_attention(*part, scale, causal, window) for part in parts])
     return output.unsqueeze(0), None
+
+
+def _has_varlen_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _varlen_attention(query, key, value, cu_seq_lens, max_length, scale, causal, window) -> Tensor:
@@ -209,7 +216,8 @@ def _packed_convolution(function, torch_function):
 
 def _packed_delta_rule(function, torch_function):
     @wraps(function)
-    def torch_chunk_gated_delta_rule(query, key, value, *, g, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False, **kwargs):  # [1, T, H, D]
+    def torch_chunk_gated_delta_rule(query, key, value, *, g, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False, **kwargs):
+        # query, key, value [1, T, H, D]; g, beta [1, T, H]
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         if cu_seqlens is None:
             return function(query, key, value, g=g, beta=beta, **options, **kwargs)
@@ -299,7 +307,8 @@ def select_tokens(indexer: nn.Module, hidden_states: Tensor, query_latent: Tenso
     query_rotated, key_rotated = glm.apply_rotary_pos_emb_interleave(query_rotated, key_rotated, *position_embeddings, unsqueeze_dim=2)
     query = torch.cat((query_rotated, query_plain), dim=-1).squeeze(0)  # [T, heads, D]
     key = torch.cat((key_rotated, key_plain), dim=-1).flatten(0, 2)  # [T, D]
-    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).squeeze(0).float() * indexer.n_heads**-0.5  # [T, heads]
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).squeeze(0).float()  # [T, heads]
+    weights = weights * indexer.n_heads**-0.5
 
     topk, num_heads = indexer.index_topk, indexer.n_heads
     indices = torch.zeros(len(key), topk, dtype=torch.int32, device=key.device)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -186,7 +187,8 @@ def head_options(config) -> dict:
     for name in ("logits_scaling", "output_multiplier", "logit_scale_factor"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"{type(config).__name__}.{name} = {getattr(config, name)}: this model scales its logits in its own way; teach head_options in common/logprobs.py"
+                f"{type(config).__name__}.{name} = {getattr(config, name)}: this model scales its logits "
+                "in its own way; teach head_options in common/logprobs.py"
             )
     return {"logit_scale": getattr(config, "logit_scale", None) or 1.0, "softcap": getattr(config, "final_logit_softcapping", None)}
 
@@ -200,7 +202,9 @@ class LogpModel(nn.Module):
     `router_stats` counts the experts' load; with `aux_loss` it also gives the load-balancing term (see common/router.py), summed over `group`.
     """
 
-    def __init__(self, model, *, router_stats: RouterStats | None = None, chunk_tokens: int | None = None, compile: bool = False, group=None):
+    def __init__(
+        self, model, *, router_stats: RouterStats | None = None, chunk_tokens: int | None = None, compile: bool = False, group=None
+    ):
         super().__init__()
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} has no language-model head; build it with AutoModelForCausalLM")
@@ -217,6 +221,9 @@ class LogpModel(nn.Module):
     ) -> LogpOutput:
         """inputs: what PackedBatch.model_inputs() gives; targets [1, T], -100 where there is none; num_tokens: T less the padding at the row's end."""
         num_tokens = targets.numel() if num_tokens is None else num_tokens
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if name in inputs:  # compiled layers must not be compiled again for every other number of segments
+                torch._dynamo.maybe_mark_dynamic(inputs[name], 0)
         aux_loss, expert_load = torch.zeros((), dtype=torch.float32, device=targets.device), None
         if self.router_stats is None:
             hidden = self._hidden(inputs)

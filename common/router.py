@@ -93,7 +93,7 @@ class RouterStats:
         total_tokens = totals[-1]
         frequencies = totals[:-1].view_as(counts) / total_tokens
         loss = torch.zeros((), device=counts.device)
-        for router, logits, frequency in zip(self.routers, self._logits, frequencies):
+        for router, logits, frequency in zip(self.routers, self._logits, frequencies, strict=True):
             mass = _sigmoid_mass if hasattr(router, "e_score_correction_bias") else _softmax_mass
             # checkpoint: keeps the logits, which exist anyway, and not the fp32 probabilities of every layer
             probability_mass = checkpoint(mass, logits[:num_tokens], use_reentrant=False, preserve_rng_state=False)

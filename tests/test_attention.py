@@ -5,13 +5,17 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import attention
 from common.attention import prepare, register
+from common.families import family_of
 from common.logprobs import LogpModel
+from common.router import RouterStats
 
 # Segments longer than Gated DeltaNet's 64-token chunks, of one token, and longer than GLM's index_topk (32 here).
 LONG = (5, 70, 1, 33, 11)
@@ -71,7 +75,7 @@ def separate(model, lengths, seed=0):
     input_ids, targets, coefficients = row(lengths, seed)
     model.zero_grad()
     logps = []
-    for end, length in zip(accumulate(lengths), lengths):
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
         logits = model(input_ids=input_ids[:, end - length : end], use_cache=False).logits[0]
         wanted = targets[0, end - length : end]
         picked = torch.log_softmax(logits, -1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
@@ -160,9 +164,12 @@ def test_glm_under_activation_checkpointing(tiny_dir):
     path = tiny_dir("glm_moe_dsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"])
     model = load(path, "packed")
     expected = packed(model, LONG)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    assert_same(packed(model, LONG), expected, tolerance=1e-6)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    logps, wrapped = packed(model, LONG)
+    assert_same(
+        (logps, {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in wrapped.items()}), expected, tolerance=1e-6
+    )
 
 
 class BiggestTensor(TorchDispatchMode):
@@ -207,7 +214,9 @@ def dense_attention(query, key, value, lengths, scale, causal=True, window=None)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"scaling": 0.3}, {"sliding_window": 4}, {"sliding_window": 1000}, {"is_causal": False}], ids=lambda options: str(options)
+    "options",
+    [{}, {"scaling": 0.3}, {"sliding_window": 4}, {"sliding_window": 1000}, {"is_causal": False}],
+    ids=lambda options: str(options),
 )
 def test_packed_attention_equals_a_masked_softmax(options):
     generator = torch.Generator().manual_seed(1)
@@ -234,6 +243,131 @@ def test_what_packed_attention_does_not_do_is_an_error():
     for option in ({"softcap": 30.0}, {"dropout": 0.1}, {"s_aux": torch.zeros(2)}, {"attention_mask": torch.ones(1, 1, 8, 8)}):
         with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
             attention.packed_attention(module, *tensors, **bounds, **option)
+
+
+@torch.library.custom_op("plain_fsdp_tests::varlen", mutates_args=())
+def varlen_stand_in(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """The GPU kernel's place in the graph: one opaque call on the whole row."""
+    assert longest >= bounds.diff().max()
+    parts = [attention._segment_attention(*(x[a:b] for x in (query, key, value)), scale) for a, b in attention.segments(bounds)]
+    return torch.cat(parts)
+
+
+@varlen_stand_in.register_fake
+def _(query, key, value, bounds, longest, scale):
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.scale = inputs[5]
+
+
+@torch.library.custom_op("plain_fsdp_tests::varlen_backward", mutates_args=())
+def varlen_stand_in_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float
+) -> list[torch.Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    results = [torch.empty_like(x, dtype=torch.float32) for x in (query, key, value)]
+    for a, b in attention.segments(bounds):
+        q, k, v, g = (x[a:b].float().transpose(0, 1) for x in (query, key, value, gradient))  # [H, n, D]
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        future = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+        p = (q @ k.mT * scale).masked_fill(future, float("-inf")).softmax(-1)
+        dp = g @ v.mT
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+        for result, grad in zip(results, (ds @ k, ds.mT @ q, p.mT @ g), strict=True):
+            result[a:b] = grad.unflatten(0, (result.shape[1], -1)).sum(1).transpose(0, 1)
+    return [result.to(x.dtype) for result, x in zip(results, (query, key, value), strict=True)]
+
+
+@varlen_stand_in_backward.register_fake
+def _(gradient, query, key, value, bounds, scale):
+    return [torch.empty_like(x) for x in (query, key, value)]
+
+
+varlen_stand_in.register_autograd(
+    lambda ctx, gradient: (*varlen_stand_in_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None, None), setup_context=_save
+)
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    """Takes the path of a GPU with the stand-in as its kernel."""
+
+    def kernel(query, key, value, bounds, _bounds, longest, _longest, *, window_size, scale, enable_gqa=False):
+        assert window_size == (-1, 0)
+        return varlen_stand_in(query, key, value, bounds, longest, scale)
+
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda tensor: True)
+    monkeypatch.setattr(attention.varlen, "varlen_attn", kernel)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def half_precision_model(tiny_dir, family):
+    options = {"first_k_dense_replace": 0, "index_topk": 64} if family == "glm_moe_dsa" else {}
+    register()
+    path = tiny_dir(family, num_hidden_layers=2, **options)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="packed")
+    prepare(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm_moe_dsa", "llama"])
+def test_a_compiled_layer_is_one_graph_for_any_number_of_segments(tiny_dir, varlen, family):
+    """As on a GPU, with another kernel: fullgraph fails on any graph break."""
+    model = half_precision_model(tiny_dir, family)
+    stats = RouterStats(model, family_of(model.config))
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    wrapped, compiled = LogpModel(model, router_stats=stats), []
+    for lengths in ((20, 12), (32,), (3, 9, 20), (1,) * 32, (30, 2)):
+        inputs, targets = inputs_of(row(lengths)[0], lengths), row(lengths)[1]
+        with torch.no_grad():
+            output = wrapped(inputs | {"max_length_q": 32, "max_length_k": 32}, targets)
+        compiled.append(len(graphs))
+        if family != "llama":
+            assert (output.expert_load.sum(1) == 64).all()
+    assert compiled == [1] * 5, "graphs after each row"  # both layers share one
+
+
+@pytest.mark.parametrize("with_logits", [False, True], ids=["load", "load-and-term"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm_moe_dsa"])
+def test_compiled_checkpointed_layers_equal_plain_ones(tiny_dir, varlen, family, with_logits):
+    results = []
+    for compiled in (False, True):
+        model = half_precision_model(tiny_dir, family)
+        wrapped = LogpModel(model, router_stats=RouterStats(model, family_of(model.config), with_logits=with_logits))
+        if compiled:
+            for index, layer in enumerate(model.model.layers):
+                model.model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
+                # the partitioner as with the real back-end, the kernels uncompiled
+                model.model.layers[index].compile(backend="aot_eager_decomp_partition", fullgraph=not with_logits)
+        losses, loads = [], []
+        for lengths in ((20, 12), (3, 9, 20)):
+            input_ids, targets, coefficients = row(lengths)
+            output = wrapped(inputs_of(input_ids, lengths) | {"max_length_q": 32, "max_length_k": 32}, targets, num_tokens=30)
+            loss = (output.logps * coefficients).sum() + 10 * output.aux_loss
+            loss.backward()
+            losses.append(loss.item())
+            loads.append(wrapped.router_stats.load())
+        assert all((load.sum(1) == 60).all() for load in loads), "recomputation counts again"
+        gradient = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(model).items()}
+        results.append((torch.tensor(losses), gradient))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=0.3, rtol=1e-2)
+    for name, gradient in results[0][1].items():  # bf16 noise; a term that is lost or counted twice is far above it
+        error = (results[1][1][name] - gradient).norm() / gradient.norm()
+        assert error < 0.1, f"{name}: relative error {error:.1e}"
 
 
 # ---- what is refused at start ----------------------------------------------------------------------------------------------------------------------
@@ -263,7 +397,7 @@ def test_unknown_recurrent_layers_are_refused(tiny_dir):
 def test_unknown_indexer_is_refused(tiny_dir):
     model = load(tiny_dir("llama"), "eager")
     model.model.layers[1].self_attn.indexer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="selects tokens with an indexer in a way that is not known here"):
+    with pytest.raises(ValueError, match="selects tokens with an indexer that is not known here"):
         prepare(model)
 
 

@@ -40,7 +40,13 @@ def relative_error(value, expected):
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
-OPTIONS = [{}, {"temperature": 0.7}, {"softcap": 3.0, "temperature": 1.3}, {"logit_scale": 0.25}, {"logit_scale": 0.5, "softcap": 2.0, "temperature": 0.6}]
+OPTIONS = [
+    {},
+    {"temperature": 0.7},
+    {"softcap": 3.0, "temperature": 1.3},
+    {"logit_scale": 0.25},
+    {"logit_scale": 0.5, "softcap": 2.0, "temperature": 0.6},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -51,7 +57,7 @@ def test_equals_the_full_computation(options, chunk_tokens):
     logps, entropy = token_logps(hidden, weight, targets, chunk_tokens=chunk_tokens, with_entropy=True, **options)
     (logps * coefficients).sum().backward()
     assert logps.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
-    for value, wanted in zip((logps.detach(), entropy, hidden.grad, weight.grad), expected):
+    for value, wanted in zip((logps.detach(), entropy, hidden.grad, weight.grad), expected, strict=True):
         assert relative_error(value, wanted) < 3e-6
     assert (logps[targets == -100] == 0).all() and (entropy[targets == -100] == 0).all()
 
@@ -75,7 +81,7 @@ def test_bf16_head_gradient_is_summed_in_fp32_and_rounded_once():
     once = (exact.to(torch.bfloat16).double() - exact).norm()
     assert (weight.grad.double() - exact).norm() < 1.05 * once
     summed_in_bf16 = torch.zeros_like(weight)
-    for row, state in zip(grad_logits, hidden.detach()):
+    for row, state in zip(grad_logits, hidden.detach(), strict=True):
         summed_in_bf16 += torch.outer(row, state)
     assert (summed_in_bf16.double() - exact).norm() > 2 * once  # what the test protects against is visible at this size
 
@@ -184,7 +190,7 @@ def test_logp_model_gives_load_and_aux_loss():
     assert output.expert_load.shape == (2, 12) and output.expert_load.sum(1).tolist() == [66.0, 66.0]
     logits = model(**inputs, output_router_logits=True).router_logits
     expected = 0.0
-    for layer, counts in zip(logits, output.expert_load):
+    for layer, counts in zip(logits, output.expert_load, strict=True):
         expected += 12 * (counts / 33 * torch.softmax(layer[:33].double(), -1).mean(0)).sum() / 2
     assert output.aux_loss.item() == pytest.approx(expected.item(), rel=1e-5)
     output.aux_loss.backward()

@@ -1,14 +1,11 @@
 """Expert load and the load-balancing term: known values, padding, layers, ranks, activation checkpointing, FSDP."""
 
-import os
-import socket
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import AutoModelForCausalLM
 
 from common import tiny
@@ -138,58 +135,42 @@ def test_activation_checkpointing_counts_once_and_changes_no_gradient(family):
     results = []
     for checkpointing in (False, True):
         model = build(family, num_layers=4 if family == "qwen3_next" else 3)
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
         wrapped = LogpModel(model, router_stats=RouterStats(model, family_of(model.config), with_logits=True))
+        if checkpointing:
+            for index, layer in enumerate(model.model.layers):
+                model.model.layers[index] = checkpoint_wrapper(layer)
         loss, output = loss_of(wrapped, 0, 1, [20])
         loss.backward()
         load = wrapped.router_stats.load()
         assert torch.equal(load, output.expert_load) and (load.sum(1) == 20 * model.config.num_experts_per_tok).all()
-        results.append((loss.item(), load, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        results.append((loss.item(), load, {plain_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None}))
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
     assert results[0][2].keys() == results[1][2].keys()
     for name, gradient in results[0][2].items():
         torch.testing.assert_close(results[1][2][name], gradient, atol=1e-7, rtol=1e-5, msg=name)
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def sharded_gradients(rank, port, results):
-    """Two gloo ranks with uneven padding: full-shard FSDP over checkpointed layers."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def sharded_gradients():
+    """One of two ranks with uneven padding: full-shard FSDP over checkpointed layers."""
+    rank, cpu = dist.get_rank(), torch.device("cpu")
     model = build("qwen3_moe")
     wrapped = LogpModel(model, router_stats=RouterStats(model, family_of(model.config), with_logits=True))
     for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = FSDP(checkpoint_wrapper(layer), device_id=torch.device("cpu"), use_orig_params=True)
-    root = FSDP(wrapped, device_id=torch.device("cpu"), use_orig_params=True)
+        model.model.layers[index] = FSDP(checkpoint_wrapper(layer), device_id=cpu, use_orig_params=True)
+    root = FSDP(wrapped, device_id=cpu, use_orig_params=True)
     loss, output = loss_of(root, rank, 2, [20, 11])
     (loss * 2).backward()  # FSDP averages over the ranks
-    gradients = {}
     with FSDP.summon_full_params(root, with_grads=True):
-        for name, parameter in root.named_parameters():
-            gradients[name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")] = parameter.grad.clone()
-    # Copies by way of numpy: a tensor would be shared through a file that dies with this process.
-    results.put((rank, loss.item(), output.aux_loss.item(), output.expert_load.numpy(), {k: v.numpy() for k, v in gradients.items()}))
-    dist.barrier()
-    dist.destroy_process_group()
+        gradients = {plain_name(name): parameter.grad.clone() for name, parameter in root.named_parameters()}
+    return loss.item(), output.aux_loss.item(), output.expert_load, gradients
 
 
-def test_two_ranks_equal_one_process():
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = multiprocessing.spawn(sharded_gradients, (free_port(), results), nprocs=2, join=False, daemon=True)
-    ranks = sorted([results.get() for _ in range(2)], key=lambda result: result[0])
-    processes.join()
+def plain_name(name):
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def test_two_ranks_equal_one_process(run_ranks):
+    ranks = run_ranks(2, sharded_gradients)
 
     # One process, both rows: counts of both enter f, the probabilities of both enter P.
     model = build("qwen3_moe")
@@ -197,15 +178,15 @@ def test_two_ranks_equal_one_process():
     num_valid, counts, masses, nll = [20, 11], 0, 0, 0
     for rank in range(2):
         output = wrapped(*batch(rank), num_tokens=num_valid[rank])
-        assert torch.equal(output.expert_load, torch.from_numpy(ranks[rank][3]))
+        assert torch.equal(output.expert_load, ranks[rank][2])
         logits = model(**batch(rank)[0], output_router_logits=True).router_logits
         counts = counts + output.expert_load
         masses = masses + torch.stack([torch.softmax(x[: num_valid[rank]], -1).sum(0) for x in logits])
         nll = nll - output.logps[: num_valid[rank]].sum() / 31
     aux_loss = (12 * (counts / 31 * masses / 31).sum(1)).mean()
     (nll + aux_loss).backward()
-    assert ranks[0][2] + ranks[1][2] == pytest.approx(aux_loss.item(), rel=1e-5)
-    assert ranks[0][1] + ranks[1][1] == pytest.approx((nll + aux_loss).item(), rel=1e-5)
+    assert ranks[0][1] + ranks[1][1] == pytest.approx(aux_loss.item(), rel=1e-5)
+    assert ranks[0][0] + ranks[1][0] == pytest.approx((nll + aux_loss).item(), rel=1e-5)
     for name, parameter in wrapped.named_parameters():
         for result in ranks:
-            torch.testing.assert_close(torch.from_numpy(result[4][name]), parameter.grad, atol=2e-6, rtol=1e-4, msg=name)
+            torch.testing.assert_close(result[3][name], parameter.grad, atol=2e-6, rtol=1e-4, msg=name)
