@@ -128,7 +128,7 @@ class Checkpoint:
                     raise ValueError(f"{self.path}: tensor {name} is in {entries[name].file} and in {file}, and not in {INDEX_FILE}.")
                 entries[name] = entry
         if absent := sorted(set(index or ()) - set(entries)):
-            raise ValueError(f"{self.path}: {INDEX_FILE} names tensors that are in none of its files: {summary(absent)}")
+            raise ValueError(f"{self.path}: {INDEX_FILE} names tensors that are in none of its files:{summary(absent)}")
         return entries
 
     @property

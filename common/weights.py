@@ -353,6 +353,8 @@ class ReadAhead:
         self._read, self._stop = read, threading.Event()
         self._result: dict[str, Tensor] | None = None
         self._error: Exception | None = None
+        # Waited for instead of the thread: before Python 3.12 an interrupted join() takes a running thread for an ended one.
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-reader", daemon=True)
         self._thread.start()
 
@@ -361,9 +363,12 @@ class ReadAhead:
             self._result = self._read(self._stop)
         except Exception as error:  # handed to the caller of take
             self._error = error
+        finally:
+            self._done.set()
 
     def take(self) -> dict[str, Tensor]:
         """Waits for the read and hands its result over (nothing is kept), or raises what it raised."""
+        self._done.wait()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -372,7 +377,8 @@ class ReadAhead:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=10)
+        if self._done.wait(timeout=10):
+            self._thread.join()
         self._result = None
 
 
