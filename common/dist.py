@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
+from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ def init(setup_timeout_minutes: float = 60.0) -> None:
     global _control
     # A hang on 96 GPUs must leave evidence: NCCL keeps its last collectives and dumps them when one times out.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # the name before torch 2.9
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     timeout = timedelta(minutes=setup_timeout_minutes)
     cuda = torch.cuda.is_available()
@@ -133,6 +133,12 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group=None) -> None:
+    """Concatenates every rank's `tensor` [n] into `output` [ranks * n]."""
+    gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(output, tensor, group=group)
+
+
 def all_max(tensor: torch.Tensor) -> torch.Tensor:
     """Maximum of `tensor` over all ranks, in place, and returned."""
     if world_size() > 1:
@@ -180,12 +186,25 @@ def rest() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+class _AboveProgressBar(logging.StreamHandler):
+    """Prints above a progress bar instead of into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=self.stream)
+
+
+def progress(total: int, description: str, unit: str, initial: int = 0) -> tqdm:
+    """A progress bar on rank 0; in a log file, where it cannot overwrite itself, a line every half minute."""
+    interval = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, initial=initial, desc=description, unit=unit, disable=not is_main(), mininterval=interval, maxinterval=interval)
+
+
 def setup_logging(log_file: Path | None = None) -> None:
     """INFO on rank 0, WARNING elsewhere, each line with its rank; rank 0 also appends to `log_file`."""
     for stream in (sys.stdout, sys.stderr):
         # A C-locale terminal must not kill a run because a sample holds Japanese.
         stream.reconfigure(errors="backslashreplace")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [_AboveProgressBar(sys.stderr)]
     if log_file is not None and is_main():
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))

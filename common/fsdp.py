@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from tqdm import tqdm
 
 from common import dist
 from common.logprobs import LogpModel
@@ -157,10 +155,10 @@ class ShardedModel:
             handle = module._handle
             flat = handle.flat_param
             shard = getattr(flat, "_local_shard", flat).detach()
-            if dtype is not None and module.mixed_precision.param_dtype is not None:
+            if dtype is not None and handle._fwd_bwd_param_dtype != torch.float32:
                 shard = shard.to(dtype)
             whole = torch.empty(shard.numel() * handle.world_size, dtype=shard.dtype, device=shard.device)
-            torch_dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
+            dist.all_gather_flat(whole, shard.contiguous(), handle.process_group)
             views = handle._get_unflat_views(whole[: flat._unpadded_unsharded_size.numel()])
             named |= dict(zip(self._names(path, module), views, strict=True))
         named |= {name: buffer for name, buffer in self._buffers() if name in set(self.units[index].model_names)}
@@ -206,8 +204,10 @@ def load_and_shard(
     main_dtype = model.config.dtype
     kept = {unit.name: _kept_float32(model.get_submodule(unit.module_path), main_dtype) for unit in converter.units if unit.name}
     loader = Loader(converter, dtype_of=parameter_dtype(model, precision))
-    for unit in tqdm(converter.units, desc="loading", unit="unit", disable=not dist.is_main()):
+    bar = dist.progress(len(converter.units), "loading", "unit")
+    for unit in converter.units:
         loader.load_unit(unit)
+        bar.update()
         if not unit.name:
             continue
         layer = model.get_submodule(unit.module_path)
@@ -219,6 +219,7 @@ def load_and_shard(
             layer.compile()
         _replace(model, unit.module_path, _wrap(layer, precision))
     loader.finish()
+    bar.close()
     root = _wrap(wrap_root(model), precision)
     sharded = ShardedModel(root, converter.units, model.config)
     layers = sum(1 for unit in converter.units if unit.name)

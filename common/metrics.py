@@ -134,15 +134,37 @@ def _start_wandb(output_dir: Path, run_name: str, config: dict):
     return wandb.init(name=run_name, id=id_file.read_text(encoding="utf-8"), resume="allow", dir=output_dir, config=config)
 
 
-class StepTimer:
-    """Wall-clock seconds since the last call, waiting for the device first where one is used."""
+class Performance:
+    """Figures under perf/ of the steps since the last call, waiting for the device first where one is used."""
 
-    def __init__(self):
-        self._last = time.perf_counter()
+    def __init__(self, flops: ModelFlops):
+        self.flops = flops
+        self.restart()
 
-    def lap(self) -> float:
+    def restart(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
+        return time.perf_counter()
+
+    def of_steps(self, steps: int, tokens: float, squares: float) -> dict[str, float | None]:
+        """Mean seconds of `steps` steps; rate and utilisation by the last step's `tokens` and sum of squared segment lengths, over all ranks."""
+        seconds = (self._now() - self._start) / steps
+        self.restart()
+        peak = peak_flops()
+        flops = self.flops.of(int(tokens), squares)
+        return {
+            "perf/seconds": seconds,
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/mfu": flops / seconds / (peak * dist.world_size()) if peak else None,
+            "perf/memory_gib": memory_gib(),
+        }
+
+
+def max_load(load: torch.Tensor) -> float:
+    """Load of the busiest expert over the mean of its layer, in the worst layer; 1 is balanced. A collective; load [layers, experts]."""
+    load = dist.all_sum(load)
+    return (load.max(dim=1).values / load.mean(dim=1)).max().item()

@@ -1,8 +1,10 @@
 """What every method does before and after its loop: start a run, build the sharded model, stop on request, write the final model."""
 
 import logging
+import math
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -203,6 +205,46 @@ def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: Adam
     return state
 
 
+class StepGuard:
+    """The end of every step: clip, check on all ranks together, update or skip, zero the gradients.
+
+    A step whose loss or gradient is not finite is skipped by all ranks and counted; too many in a row end the run.
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: AdamW, args: TrainArguments):
+        self.model, self.optimizer, self.args = model, optimizer, args
+        self.in_a_row = 0
+        self.first = True
+
+    def step(self, loss: float, lr: float, rows: Callable[[], str]) -> tuple[float, bool]:
+        """`loss` must be the same on every rank. `rows` names the step's rows for the message. Returns (gradient norm, skipped)."""
+        grad_norm = self.model.clip_grad_norm(self.args.max_grad_norm).item()
+        skip = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if skip:
+            self.in_a_row += 1
+            log.warning("step skipped: loss %s, gradient norm %s. Its rows: %s", loss, grad_norm, rows())
+            if self.in_a_row >= self.args.max_skipped_steps:
+                raise RuntimeError(f"{self.in_a_row} steps in a row were not finite. Rows of the last one: {rows()}")
+        else:
+            self.in_a_row = 0
+            self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        if self.first:  # loading, compiling and the first step are over: from now on a long wait is a fault
+            self.first = False
+            dist.set_timeout(self.args.collective_timeout_minutes)
+            dist.watch_stacks(Path(self.args.output_dir) / "stacks", 0.8 * 60 * self.args.collective_timeout_minutes)
+        dist.beat()
+        return grad_norm, skip
+
+
+def step_line(step: int, values: dict) -> str:
+    """One line of the log for one step."""
+    shown = {"loss": ".4f", "grad_norm": ".3f", "learning_rate": ".3g", "perf/tokens_per_second": ".0f", "perf/mfu": ".3f", "perf/memory_gib": ".1f"}
+    return f"step {step} " + " ".join(
+        f"{name.removeprefix('perf/')} {values[name]:{form}}" for name, form in shown.items() if values.get(name) is not None
+    )
+
+
 def save(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW, state: TrainState, data_identity: dict) -> None:
     """A checkpoint of the run as it stands. A collective."""
     dist.rest()
@@ -223,15 +265,20 @@ def export(output: Path, model: Model) -> None:
         if mine:
             shutil.rmtree(output, ignore_errors=True)  # of the same run, before it was given more steps
     exporter = Exporter(model.converter, model.source, output)
-    for index, _ in enumerate(model.sharded.units):
-        named = model.sharded.gather_unit(index, torch.bfloat16)
+    hashes = {}
+    for index, unit in enumerate(model.sharded.units):
+        # Masters are cast before the gather, unless the base holds some of the unit's tensors in more than bf16.
+        plain = all(model.converter.loaded_dtype(name) == torch.bfloat16 for name in unit.model_names)
+        named = model.sharded.gather_unit(index, torch.bfloat16 if plain else None)
         if dist.rank() == (index % dist.num_nodes()) * dist.local_world_size():
-            exporter.write_unit(index, named)
-        del named
+            hashes |= exporter.write_unit(index, named)
+        del named  # before the next unit is gathered
+    if dist.is_main():
+        hashes |= exporter.copy_untouched()
+    exporter.verify(hashes)
     dist.barrier()
     with dist.main_rank_first() as mine:
         if mine:
-            exporter.copy_untouched()
             exporter.finish()
     log.info("exported %s", output)
     dist.beat()

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import config, dist, run
 from common.config import DataArguments, ModelArguments, TrainArguments
 from common.data import Bins, Order, PackedBatch, TokenizedDataset, collate, describe
-from common.metrics import MetricsLog, StepTimer, memory_gib, peak_flops, squared_lengths
+from common.fsdp import ShardedModel
+from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,32 @@ def micro_batches(dataset: TokenizedDataset, bins: Bins, window: list[int], args
     return [collate(dataset, bins, window[start : start + size], pad_to=pad_to) for start in starts]
 
 
+def forward_backward(
+    model: ShardedModel, batches: list[PackedBatch], total_weight: float, load_balancing_coef: float
+) -> tuple[float, float, torch.Tensor | None]:
+    """Gradients of one step from this rank's micro-batches. Returns sums over the window and all ranks.
+
+    (sum of w m NLL, mean load-balancing term of a micro-batch, assignments [MoE layers, experts] on this rank or None for a dense model).
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=dist.device())
+    load = None
+    for batch in batches:
+        batch = batch.to(dist.device())
+        output = model(batch.model_inputs(), batch.targets, num_tokens=batch.num_tokens)
+        nll = -(output.logps * batch.weights.flatten()).sum()
+        # The load-balancing term belongs to one micro-batch of all ranks; the step takes the mean over its micro-batches.
+        balance = output.aux_loss / len(batches)
+        loss = nll / total_weight + load_balancing_coef * balance
+        (loss * dist.world_size()).backward()  # FSDP divides gradients by the number of ranks
+        sums += torch.stack([nll.detach(), balance.detach()])
+        if output.expert_load is not None:
+            load = output.expert_load if load is None else load + output.expert_load
+    nll, balance = dist.all_sum(sums).tolist()
+    return nll, balance, load
+
+
 @torch.no_grad()
-def evaluate(model, dataset: TokenizedDataset, bins: Bins, pad_to: int | None) -> dict[str, float]:
+def evaluate(model: ShardedModel, dataset: TokenizedDataset, bins: Bins, pad_to: int | None) -> dict[str, float]:
     """Loss per token and perplexity over all of `dataset`. No row is dropped: a rank without a bin left runs one of zero weight."""
     model.train(False)
     total = torch.zeros(2, dtype=torch.float64, device=dist.device())
@@ -76,10 +100,11 @@ def main() -> None:
     run.check_packing(model.sharded, collate(train_data, train_bins, [0], pad_to=eval_pad_to), model_args.compute_dtype)
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step)
 
-    skipped_in_a_row = 0
+    guard = run.StepGuard(model.sharded, optimizer, args)
+    performance = Performance(model.flops)
+    logged_step = first_step
     model.sharded.train()
-    timer = StepTimer()
-    progress = tqdm(total=total_steps, initial=state.step, desc="sft", unit="step", disable=not dist.is_main())
+    progress = dist.progress(total_steps, "sft", "step", initial=state.step)
     while state.step < total_steps:
         window, epoch, offset = order.next(state.epoch, state.offset, bins_per_step)
         batches = micro_batches(train_data, train_bins, window, args, pad_to)
@@ -98,43 +123,17 @@ def main() -> None:
             dist.shutdown()
             return
 
-        sums = torch.zeros(2, dtype=torch.float64, device=dist.device())  # NLL, load-balancing term
-        load = None
-        for batch in batches:
-            batch = batch.to(dist.device())
-            output = model.sharded(batch.model_inputs(), batch.targets, num_tokens=batch.num_tokens)
-            nll = -(output.logps * batch.weights.flatten()).sum()
-            # The load-balancing term belongs to one micro-batch of all ranks; the step takes the mean over its micro-batches.
-            balance = output.aux_loss / len(batches)
-            loss = nll / total_weight + model_args.load_balancing_coef * balance
-            (loss * dist.world_size()).backward()  # FSDP divides gradients by the number of ranks
-            sums += torch.stack([nll.detach(), balance.detach()])
-            if output.expert_load is not None:
-                load = output.expert_load if load is None else load + output.expert_load
-
-        grad_norm = model.sharded.clip_grad_norm(args.max_grad_norm).item()
-        nll, balance = dist.all_sum(sums).tolist()
+        nll, balance, load = forward_backward(model.sharded, batches, total_weight, model_args.load_balancing_coef)
         loss = nll / total_weight
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            optimizer.step(lr)
-            skipped_in_a_row = 0
-        else:
-            skipped_in_a_row += 1
-            state.skipped_steps += 1
-            rows = ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id])
-            log.warning("step %d skipped: loss %s, gradient norm %s. Its rows: %s", state.step + 1, loss, grad_norm, rows)
-            if skipped_in_a_row >= args.max_skipped_steps:
-                raise RuntimeError(f"{skipped_in_a_row} steps in a row were not finite. Rows of the last one: {rows}")
-        optimizer.zero_grad()
+        grad_norm, skipped = guard.step(loss, lr, lambda: ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id]))
         state.step, state.epoch, state.offset = state.step + 1, epoch, offset
         state.tokens += int(tokens)
-        dist.beat()
+        state.skipped_steps += skipped
 
         values: dict[str, float | None] = {}
-        if state.step % args.logging_steps == 0 or state.step == total_steps:
-            seconds = timer.lap() / min(args.logging_steps, state.step - first_step)
+        last = state.step == total_steps
+        if last or state.step % args.logging_steps == 0:
             values = {
                 "loss": loss,
                 "grad_norm": grad_norm,
@@ -142,23 +141,15 @@ def main() -> None:
                 "epoch": state.epoch + state.offset / len(train_bins),
                 "tokens": state.tokens,
                 "skipped_steps": state.skipped_steps,
+                "moe/aux_loss": balance if model_args.load_balancing_coef > 0 else None,
+                "moe/max_load": max_load(load) if load is not None else None,
             }
-            if load is not None:
-                load = dist.all_sum(load)
-                values["moe/max_load"] = (load.max(dim=1).values / load.mean(dim=1)).max().item()
-                values["moe/aux_loss"] = balance if model_args.load_balancing_coef > 0 else None
-            flops, peak = model.flops.of(int(tokens), squares), peak_flops()
-            values |= {
-                "perf/seconds": seconds,
-                "perf/tokens_per_second": tokens / seconds,
-                "perf/mfu": flops / seconds / (peak * dist.world_size()) if peak else None,
-                "perf/memory_gib": memory_gib(),
-            }
-            log.info("step %d loss %.4f grad_norm %.3f lr %.3g %.0f tokens/s", state.step, loss, grad_norm, lr, tokens / seconds)
+            values |= performance.of_steps(state.step - logged_step, tokens, squares)
+            logged_step = state.step
+            log.info(run.step_line(state.step, values))
             progress.set_postfix(loss=f"{loss:.4f}", refresh=False)
         progress.update()
 
-        last = state.step == total_steps
         if eval_data is not None and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
             values |= evaluate(model.sharded, eval_data, eval_bins, eval_pad_to)
             log.info("step %d eval loss %.4f perplexity %.3f", state.step, values["eval/loss"], values["eval/perplexity"])
@@ -166,11 +157,8 @@ def main() -> None:
             metrics.log(state.step, values)
         if last or state.step % args.save_steps == 0:
             run.save(output_dir, args, model, optimizer, state, data_identity)
-        if state.step == first_step + 1:  # loading, compiling and the first step are over: from now on a long wait is a fault
-            dist.set_timeout(args.collective_timeout_minutes)
-            dist.watch_stacks(output_dir / "stacks", 0.8 * 60 * args.collective_timeout_minutes)
         if values:
-            timer.lap()  # evaluation and saving do not count as training time
+            performance.restart()  # evaluation and saving do not count as training time
 
     progress.close()
     metrics.close()
