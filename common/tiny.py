@@ -293,7 +293,11 @@ def state_specs(model_config: PretrainedConfig) -> list[TensorSpec]:
     tensors = meta_model(model_config).state_dict()
     if model_config.tie_word_embeddings:
         del tensors["lm_head.weight"]  # listed again under its own name, but it is the embedding
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    # GLM's router is float32 on disk; older transformers declare only its bias so.
+    float32 = ".mlp.gate." if model_config.model_type == "glm_moe_dsa" else None
+    return [
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if float32 and float32 in name else tensor.dtype) for name, tensor in tensors.items()
+    ]
 
 
 def mtp_specs(family: str, model_config: PretrainedConfig) -> list[TensorSpec]:

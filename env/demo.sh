@@ -44,30 +44,15 @@ rm -rf "$demo"
 mkdir -p "$demo"
 touch "$demo/.demo"
 
-step "2/6  a tiny model of the Qwen3-MoE family, and 24 conversations"
+step "2/6  a tiny model of the Qwen3-MoE family, and 24 conversations about capitals"
 "$bin/python" -m common.tiny --family qwen3_moe --output "$demo/model"
-"$bin/python" - "$demo/train.jsonl" <<'PYTHON'
-import json, sys
-
-capitals = {
-    "France": "Paris", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Norway": "Oslo", "Egypt": "Cairo",
-    "Cuba": "Havana", "Italy": "Rome", "Spain": "Madrid", "Chile": "Santiago", "India": "New Delhi", "Ghana": "Accra",
-}
-with open(sys.argv[1], "w", encoding="utf-8") as file:
-    for country, city in capitals.items():
-        pairs = [(f"What is the capital of {country}?", f"The capital of {country} is {city}.")]
-        pairs += [(f"{city} is the capital of which country?", f"{city} is the capital of {country}.")]
-        for question, answer in pairs:
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-PYTHON
-head -n 2 "$demo/train.jsonl"
+head -n 2 env/demo.jsonl
 
 # train STEPS: the same command both times; the second finds the checkpoint of the first and goes on from there.
 train() {
     "$bin/torchrun" --standalone --nproc-per-node 2 -m sft.train --config sft/configs/tiny.yaml \
-        --model_name_or_path "$demo/model" --train_files "$demo/train.jsonl" --output_dir "$demo/run" \
-        --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --data_workers 1 \
+        --model_name_or_path "$demo/model" --train_files env/demo.jsonl --output_dir "$demo/run" \
+        --max_length 320 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --data_workers 1 \
         --learning_rate 3e-3 --lr_scheduler_type constant --warmup_steps 5 \
         --max_steps "$1" --save_steps 20 --logging_steps 1 --resume auto
 }
@@ -85,6 +70,7 @@ step "6/6  what it has learnt"
 import json, sys
 from pathlib import Path
 
+import common  # quiets what transformers imports
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 demo = Path(sys.argv[1])
@@ -99,19 +85,17 @@ for name in ("model", "export"):
     answers[name] = tokenizer.decode(ids, skip_special_tokens=True)
     print(f"{'before' if name == 'model' else 'after '}  : {answers[name]!r}")
 
-losses = {}
-for line in (demo / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-    metrics = json.loads(line)
-    if "loss" in metrics:
-        losses[metrics["step"]] = metrics["loss"]
+lines = [json.loads(line) for line in (demo / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
 print("\nstep  loss")
-for step in sorted(losses):
-    if step == min(losses) or step % 5 == 0:
-        print(f"{step:4d}  {losses[step]:6.3f}  {'#' * round(8 * losses[step])}")
+for step, loss in losses:
+    if step == 1 or step % 5 == 0:
+        print(f"{step:4d}  {loss:6.3f}  {'#' * round(8 * loss)}")
 
-if sorted(losses) != list(range(1, 41)):
-    sys.exit(f"metrics.jsonl should hold steps 1 to 40, it holds {sorted(losses)}")
-if "Paris" not in answers["export"] or not losses[40] < 0.5 * losses[1]:
+steps = [step for step, _ in losses]
+if steps != list(range(1, 41)):  # a step twice: the second run began anew
+    sys.exit(f"metrics.jsonl should hold each step from 1 to 40 once; it holds {steps}")
+if "Paris" not in answers["export"] or not losses[-1][1] < 0.1 * losses[0][1]:
     sys.exit("the model has not learnt: something is wrong with this installation")
 PYTHON
 
