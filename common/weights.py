@@ -91,6 +91,7 @@ class Converter:
         self._loaded: dict[str, torch.dtype] = {}  # model name -> dtype after conversion, before any cast
         self.untouched: list[str] = []
         self.cut: list[str] = []
+        self._filled: dict[str, set[tuple]] = {}  # model name -> (expert, first row) of what its pieces cover; () is all of it
         self._problems: list[str] = []
         self._map_names()
         self._tie()
@@ -107,16 +108,17 @@ class Converter:
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix = self.model.base_model_prefix
         for disk in sorted(self.checkpoint.names, key=dot_natural_key):
-            name, pattern = rename_source_key(disk, renamings, converters, prefix, self._meta)
+            renamed, _ = rename_source_key(disk, renamings, [])
+            name, pattern = rename_source_key(renamed, [], converters, prefix, self._meta)
             if name not in self._meta:
                 # Already named as in memory: renaming broke it.
                 as_is, _ = rename_source_key(disk, [], [], prefix, self._meta)
                 name, pattern = (as_is, None) if as_is in self._meta else (name, pattern)
             if name not in self._meta:
-                self._set_aside(disk, rename_source_key(disk, renamings, [])[0])
+                self._set_aside(disk, renamed)
             elif pattern is None:
                 self._add_piece(name, disk, ())
-            elif (index := self._expert_index(name, rename_source_key(disk, renamings, [])[0], by_pattern[pattern], pattern)) is not None:
+            elif (index := self._expert_index(name, renamed, by_pattern[pattern], pattern)) is not None:
                 self._add_piece(name, disk, index)
             else:
                 conversion = self._conversions.setdefault(name, Conversion(name, by_pattern[pattern], {}))
@@ -166,8 +168,9 @@ class Converter:
         return None
 
     def _add_piece(self, name: str, disk: str, index: tuple) -> None:
-        pieces = self._pieces.setdefault(name, {})
-        if index in pieces.values() or (pieces and () in (index, *pieces.values())):
+        pieces, filled = self._pieces.setdefault(name, {}), self._filled.setdefault(name, set())
+        place = (index[0], index[1].start if len(index) > 1 else 0) if index else ()
+        if place in filled or () in filled or (filled and place == ()):
             self._problems.append(f"twice: {name} is in {next(iter(pieces))} and again in {disk}")
             return
         expected = self._meta[name]
@@ -178,25 +181,28 @@ class Converter:
         if tuple(expected[index].shape) != shape:
             self._problems.append(f"shape: {disk} is {list(shape)}, {name} needs {list(expected[index].shape)}")
         pieces[disk] = index
+        filled.add(place)
 
     def _plan_conversion(self, conversion: Conversion) -> None:
         """Runs the conversion there and back on meta tensors: that tells the names and shapes it will produce."""
         sources = {disk: self.checkpoint.empty(disk, device="meta") for disk in conversion.patterns}
+        del self._conversions[conversion.target]
+        what = f"{', '.join(sources)} cannot become {conversion.target}"
         try:
             converted = self._run(conversion, dict(sources))
             restored = revert_weight_conversion(self.model, dict(converted))
-        except Exception as error:
-            raise ValueError(f"{', '.join(sources)} cannot be converted to {conversion.target} and back: {error}") from error
-        del self._conversions[conversion.target]
+        except Exception as error:  # operations raise what they like when a tensor is missing or has another shape
+            self._problems.append(f"conversion: {what} and be written back: {error}")
+            return
         conversion.model_names = tuple(converted)
         for name, tensor in converted.items():
             if name in self._meta and tensor.shape == self._meta[name].shape:
                 self._conversions[name] = conversion
                 self._loaded[name] = tensor.dtype
             else:
-                self._problems.append(f"shape: {', '.join(sources)} become {name} {list(tensor.shape)}, which the model does not have")
+                self._problems.append(f"conversion: {what}: the result is {name} {list(tensor.shape)}")
         if {disk: tensor.shape for disk, tensor in restored.items()} != {disk: tensor.shape for disk, tensor in sources.items()}:
-            self._problems.append(f"{', '.join(sources)} would be written back as {', '.join(restored)}")
+            self._problems.append(f"conversion: {what}: it would be written back as {', '.join(restored)}")
 
     def _run(self, conversion: Conversion, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         converter = deepcopy(conversion.converter)  # it collects tensors
@@ -220,7 +226,7 @@ class Converter:
         for name, meta in self._meta.items():
             if name in self.tied or name in self._conversions:
                 continue
-            if name not in self._pieces:
+            if not self._pieces.get(name):
                 self._problems.append(f"missing: {name} {list(meta.shape)}")
                 continue
             pieces = self._pieces[name]
@@ -328,14 +334,15 @@ def missing_experts(name: str, shape: torch.Size, pieces: dict[str, tuple]) -> l
         return []  # one tensor fills it
     first = next(iter(pieces.values()))
     rows = first[1].stop - first[1].start if len(first) > 1 else shape[1]
-    like = {start: (expert, disk) for (expert, start), disk in present.items()}
+    alike = {start: (expert, disk) for (expert, start), disk in present.items()}
     missing = []
     for start in range(0, shape[1], rows):
         for expert in range(shape[0]):
             if (expert, start) in present:
                 continue
-            if start in like:
-                before, _, after = like[start][1].rpartition(f".{like[start][0]}.")
+            if start in alike:
+                other, disk = alike[start]
+                before, _, after = disk.rpartition(f".{other}.")
                 missing.append(f"{before}.{expert}.{after}")
             else:
                 missing.append(f"rows {start} to {start + rows} of expert {expert} of {name}")

@@ -166,14 +166,19 @@ OTHER_MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", OTHER_MODELS)
-def test_other_models(tmp_path, model_type):
+def make_other(model_type: str, folder: Path) -> Path:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     sizes = dict(vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
     config = CONFIG_MAPPING[model_type](**sizes, **OTHER_MODELS[model_type])
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", OTHER_MODELS)
+def test_other_models(tmp_path, model_type):
+    make_other(model_type, tmp_path)
     converter, model = load(tmp_path)
     assert_same_tensors(model, reference(tmp_path))
     back, state = {}, dict(model.state_dict())
@@ -301,10 +306,29 @@ def test_everything_that_does_not_fit_is_one_error_before_any_read(tiny_dir, tmp
     assert len(lines) == 1 + len(expected) + 11 + 1  # the other 11 gate projections, and "twice"
 
 
-def test_conversion_that_lacks_a_part_names_it(tiny_dir, tmp_path):
-    folder = change(tiny_dir("llama"), tmp_path / "m", lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"missing: lm_head.weight \[384, 64\]"):
-        prepare(folder)
+def test_only_a_foreign_expert_is_on_disk(tiny_dir, tmp_path):
+    def damage(tensors):
+        last = tensors["model.layers.0.mlp.experts.11.down_proj.weight"]
+        for expert in range(12):
+            del tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
+        tensors["model.layers.0.mlp.experts.40.down_proj.weight"] = last
+
+    with pytest.raises(ValueError) as error:
+        prepare(change(tiny_dir("qwen3_moe"), tmp_path / "m", damage))
+    assert "unexpected: model.layers.0.mlp.experts.40.down_proj.weight" in str(error.value)
+    assert "missing: model.layers.0.mlp.experts.down_proj [12, 64, 48]" in str(error.value)
+
+
+def test_conversion_that_lacks_a_part_names_it(tmp_path):
+    folder = make_other("olmo_hybrid", tmp_path / "base")
+    part = next(name for name in Checkpoint(folder).names if name.endswith("linear_attn.k_conv1d.weight"))
+    damaged = change(folder, tmp_path / "damaged", lambda tensors: tensors.pop(part))
+    with pytest.raises(ValueError) as error:
+        prepare(damaged)
+    target = part.replace("k_conv1d", "conv1d")
+    q, v = part.replace("k_conv1d", "q_conv1d"), part.replace("k_conv1d", "v_conv1d")
+    assert f"conversion: {q}, {v} cannot become {target}" in str(error.value)
+    assert f"missing: {target}" in str(error.value)
 
 
 def test_unreadable_folders_name_the_file(tiny_dir, tmp_path):
