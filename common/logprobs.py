@@ -199,7 +199,7 @@ class LogpModel(nn.Module):
     This is the module that becomes FSDP's root: the head's weight is whole only inside the root's forward, so everything that needs the head happens
     in one call. No floating tensor may be an input, because mixed precision would round it to bf16 on the way in.
 
-    `router_stats` counts the experts' load; with `aux_loss` it also gives the load-balancing term (see common/router.py), summed over `group`.
+    `router_stats` counts the experts' load and, if made with `with_logits`, also gives the load-balancing term over the ranks of `group`.
     """
 
     def __init__(
@@ -231,7 +231,8 @@ class LogpModel(nn.Module):
             with self.router_stats.recording(targets.numel(), num_tokens, targets.device):
                 hidden = self._hidden(inputs)
             expert_load = self.router_stats.load()
-            aux_loss = self.router_stats.aux_loss(num_tokens, self.group) if self.router_stats.with_logits else aux_loss
+            if self.router_stats.with_logits:
+                hidden, aux_loss = self.router_stats.aux_loss(hidden, num_tokens, self.group)
         result = token_logps(
             hidden.flatten(0, 1),
             self.model.get_output_embeddings().weight,

@@ -352,7 +352,7 @@ def test_compiled_checkpointed_layers_equal_plain_ones(tiny_dir, varlen, family,
             for index, layer in enumerate(model.model.layers):
                 model.model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
                 # the partitioner as with the real back-end, the kernels uncompiled
-                model.model.layers[index].compile(backend="aot_eager_decomp_partition", fullgraph=not with_logits)
+                model.model.layers[index].compile(backend="aot_eager_decomp_partition", fullgraph=True)
         losses, loads = [], []
         for lengths in ((20, 12), (3, 9, 20)):
             input_ids, targets, coefficients = row(lengths)
