@@ -121,6 +121,8 @@ def test_nothing_to_learn(tokenizer):
 def test_an_empty_turn_is_context_and_others_are_learned(tokenizer, nothing):
     messages = [USER, {"role": "assistant", "content": nothing}, USER, {"role": "assistant", "content": "6"}]
     assert learned_of(tokenizer, {"messages": messages}) == [["6<|im_end|>"]]
+    tokenizer.chat_template = GENERATION_TEMPLATE
+    assert learned_of(tokenizer, {"messages": messages}) == [["6<|im_end|>"]]
 
 
 def test_content_in_parts_is_text(tokenizer):
@@ -183,6 +185,11 @@ def test_strings_are_joined_as_ids_and_end_with_eos(tokenizer):
         left, right = (tokenizer(text)["input_ids"] for text in (prompt, completion))
         assert example.ids == [*left, *right, tokenizer.eos_token_id]
         assert example.mask == [False] * len(left) + [True] * (len(right) + 1)
+
+
+def test_a_first_token_is_never_learned(tokenizer):
+    (example,) = Chat(tokenizer).examples({"prompt": "", "completion": "67"})
+    assert len(example.ids) == 3 and example.mask == [False, True, True]
 
 
 @pytest.mark.parametrize("completion", ["6<|im_end|>", "6<|im_end|>\n"])
@@ -248,11 +255,12 @@ def test_a_prompt_that_opens_the_thinking(tokenizer, name):
 
 def test_the_prompt_is_tokenised_as_the_sampler_sees_it():
     """Prompt "...<think>\\n", answer "\\n</think>": Qwen's vocabulary joins the two newlines into a token that no sampler ever meets."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained_bpe(["\n\n"] * 9), eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
+    backend = trained_bpe(["\n\n"] * 9)
+    backend.add_tokens(["<think>", "</think>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
     tokenizer.chat_template = real_template("qwen3_5_think")
-    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    joined = tokenizer("\n\n")["input_ids"]
+    assert len(joined) == 1 and joined[0] in tokenizer.apply_chat_template(PLAIN[:2], return_dict=True)["input_ids"]
     (example,) = Chat(tokenizer).examples({"messages": PLAIN[:2]})
     assert learned(tokenizer, example) == ["\n</think>\n\n6 = six ✓<|im_end|>"]
     prompt = tokenizer.apply_chat_template(PLAIN[:1], add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -484,6 +484,12 @@ def test_collate_without_padding(dataset):
         collate(dataset, BINS, [])
 
 
+def test_a_first_token_is_not_predicted_from_the_segment_before(dataset):
+    """Even where a dataset marks it."""
+    dataset.mask = np.ones(len(dataset.ids), bool)
+    assert (collate(dataset, BINS, [0, 1]).targets[0] == -100).nonzero().flatten().tolist() == [3, 8, 11]
+
+
 def test_zero_weight_rows_have_no_targets(dataset):
     batch, silent = collate(dataset, BINS, [0, 1]), collate(dataset, BINS, [0, 1], zero_weight=True)
     assert torch.equal(silent.input_ids, batch.input_ids) and silent.num_tokens == 12
