@@ -293,11 +293,10 @@ def state_specs(model_config: PretrainedConfig) -> list[TensorSpec]:
     tensors = meta_model(model_config).state_dict()
     if model_config.tie_word_embeddings:
         del tensors["lm_head.weight"]  # listed again under its own name, but it is the embedding
-    # GLM's router is float32 on disk; older transformers declare only its bias so.
-    float32 = ".mlp.gate." if model_config.model_type == "glm_moe_dsa" else None
-    return [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if float32 and float32 in name else tensor.dtype) for name, tensor in tensors.items()
-    ]
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    if model_config.model_type == "glm_moe_dsa":  # its router is float32 on disk; older transformers declare only the bias so
+        specs = [dataclasses.replace(spec, dtype=torch.float32) if ".mlp.gate." in spec.name else spec for spec in specs]
+    return specs
 
 
 def mtp_specs(family: str, model_config: PretrainedConfig) -> list[TensorSpec]:
@@ -341,9 +340,7 @@ def expert_specs(spec: TensorSpec) -> list[TensorSpec]:
     num_experts, rows, columns = spec.shape
     names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
     shape = (rows // len(names), columns)
-    return [
-        TensorSpec(f"{prefix}.{expert}.{name}.weight", shape, spec.dtype) for expert in range(num_experts) for name in names
-    ]
+    return [TensorSpec(f"{prefix}.{expert}.{name}.weight", shape, spec.dtype) for expert in range(num_experts) for name in names]
 
 
 def is_fused(name: str) -> bool:

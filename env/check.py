@@ -108,7 +108,10 @@ def check_gated_delta_net(capability: tuple[int, int]) -> Iterator[Finding]:
         return
     # fla-core itself refuses to run its backward then: the results are wrong.
     if (3, 4) <= version_tuple(triton) < (3, 7, 1) and capability >= (9, 0):
-        yield FAIL, f"Triton {triton} makes fla-core's backward wrong on this GPU: install triton>=3.7.1 (or tilelang) to train Gated DeltaNet"
+        yield (
+            FAIL,
+            f"Triton {triton} makes fla-core's backward wrong on this GPU: install triton>=3.7.1 (or tilelang) to train Gated DeltaNet",
+        )
     else:
         yield OK, f"fla-core {fla} with Triton {triton}"
 
@@ -179,7 +182,10 @@ def check_processes() -> Iterator[Finding]:
 def check_limits() -> Iterator[Finding]:
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 4096:
-        yield NOTE, f"only {files} open files allowed: a giant checkpoint has more; ulimit -n {hard if hard > 0 else 'unlimited'} in the job"
+        yield (
+            NOTE,
+            f"only {files} open files allowed: a giant checkpoint has more; ulimit -n {hard if hard > 0 else 'unlimited'} in the job",
+        )
     else:
         yield OK, f"{files} open files allowed"
     shared_memory = Path("/dev/shm")

@@ -116,6 +116,11 @@ def test_setup_that_fails_is_not_taken_for_complete(setup):
     assert "done" not in result.stdout
     assert setup().returncode == 0 and setup.pip[0] == f"install {TRAIN}"
 
+    # half changed, the environment is neither what it was nor what it should be
+    (setup.env_dir / "train" / ".complete").write_text("of older requirement files\n")
+    assert setup(fails_at="train.txt").returncode == 1
+    assert not (setup.env_dir / "train" / ".complete").exists()
+
 
 def test_setup_does_without_the_real_language_model(setup):
     result = setup(fails_at="train-data.txt")
@@ -271,7 +276,8 @@ def test_check_reports_packages_against_the_pins(check, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "triton, capability, status", [("3.6.0", (9, 0), "FAIL"), ("3.7.1", (9, 0), "ok  "), ("3.6.0", (8, 0), "ok  "), ("3.3.1", (9, 0), "ok  ")]
+    "triton, capability, status",
+    [("3.6.0", (9, 0), "FAIL"), ("3.7.1", (9, 0), "ok  "), ("3.6.0", (8, 0), "ok  "), ("3.3.1", (9, 0), "ok  ")],
 )
 def test_check_knows_the_triton_versions_that_break_gated_delta_net(check, monkeypatch, triton, capability, status):
     monkeypatch.setattr(importlib.metadata, "version", {"fla-core": "0.6.0", "triton": triton}.__getitem__)

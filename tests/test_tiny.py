@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common import tiny
@@ -123,7 +124,8 @@ def test_shards_hold_the_same_tensors_within_the_limit(tmp_path):
     files = sorted(folder.glob("*.safetensors"))
     tensors = read(folder)
     assert len(files) > 3 and not (folder / "model.safetensors").exists()
-    assert all(file.stat().st_size < 250_000 + 30_000 for file in files)  # the header comes on top
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert max(sizes) <= 250_000 and min(sizes[:-1]) > 250_000 - 2 * 384 * 64, "full up to the largest tensor, never above"
     assert tensors.keys() == whole.keys() and all(torch.equal(tensors[name], whole[name]) for name in whole)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == whole.keys()
@@ -183,7 +185,11 @@ def test_tokenizer_round_trip_and_special_tokens(tokenizer):
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}],
+    },
     {"role": "tool", "content": "rain"},
     {"role": "tool", "content": "4 C"},
     {"role": "assistant", "reasoning_content": "Cold.", "content": "Rain, 4 C."},
