@@ -51,8 +51,8 @@ def _worker(rank: int, world_size: int, ranks_per_node: int, port: int, function
     dist.shutdown()
 
 
-@pytest.fixture
-def run_ranks(tmp_path):
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
     """run_ranks(2, function, *args, ranks_per_node=2) -> [what function(*args) returned on each rank].
 
     `function` is a module-level function; it runs inside an initialised process group, in processes of its own.
@@ -60,8 +60,7 @@ def run_ranks(tmp_path):
     from torch.distributed.elastic.utils.distributed import get_free_port
 
     def run(world_size: int, function, *args, ranks_per_node: int | None = None) -> list:
-        results = tmp_path / f"results-{len(list(tmp_path.iterdir()))}"
-        results.mkdir()
+        results = tmp_path_factory.mktemp("results")
         torch.multiprocessing.spawn(
             _worker, (world_size, ranks_per_node or world_size, get_free_port(), function, args, str(results)), nprocs=world_size
         )
