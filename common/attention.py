@@ -1,15 +1,17 @@
 """Attention for packed rows: conversations laid end to end in one row, none of which sees another.
 
-`register()` makes attn_implementation="packed" known to transformers; `prepare(model)`, called on the built model before it is sharded, makes the rest
-of the model respect the boundaries and refuses what would silently mix conversations:
+`register()` makes attn_implementation="packed" known to transformers; `prepare(model)`, called on the built model before it is sharded,
+makes the rest of the model respect the boundaries and refuses what would silently mix conversations:
 
 - softmax attention: PyTorch's variable-length kernel on GPUs, one call per segment on CPUs;
-- Gated DeltaNet (Qwen3-Next, Qwen3.5): short convolution and delta rule of flash-linear-attention on GPUs, transformers' own per segment on CPUs;
-- GLM's sparse attention: dense where no segment is longer than what the indexer selects (the selection is then everything), otherwise the indexer
-  and attention run over chunks of queries, so that the scores of a whole row never exist at once.
+- Gated DeltaNet (Qwen3-Next, Qwen3.5): short convolution and delta rule of flash-linear-attention on GPUs, transformers' own per segment
+  on CPUs;
+- GLM's sparse attention: dense where no segment is longer than what the indexer selects (the selection is then everything), otherwise the
+  indexer and attention run over chunks of queries, so that the scores of a whole row never exist at once.
 
-A packed row comes with cu_seq_lens_q / cu_seq_lens_k (int32 [N + 1], where segments begin and end) and max_length_q / max_length_k (Python ints, upper
-bounds of the longest segment). Shapes: T tokens of the row, N segments, H heads, D head dimension, K keys of a segment.
+A packed row comes with cu_seq_lens_q / cu_seq_lens_k (int32 [N + 1], where segments begin and end) and max_length_q / max_length_k
+(Python ints, upper bounds of the longest segment). Shapes: T tokens of the row, N segments, H heads, D head dimension, K keys of a
+segment.
 """
 
 import inspect
@@ -42,8 +44,8 @@ def register() -> None:
 def prepare(model: PreTrainedModel) -> None:
     """Makes a built model right for packed rows; call it before sharding, on meta or real tensors. Calling it again changes nothing.
 
-    Raises ValueError for an attention implementation or a kind of layer that cannot keep packed conversations apart, and ImportError or RuntimeError
-    where the kernels for it are missing or known to be wrong."""
+    Raises ValueError for an attention implementation or a kind of layer that cannot keep packed conversations apart, and ImportError or
+    RuntimeError where the kernels for it are missing or known to be wrong."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     if implementation not in (NAME, "sdpa", "eager", "flash_attention_2", "flash_attention_3"):
@@ -53,8 +55,8 @@ def prepare(model: PreTrainedModel) -> None:
     num_linear = list(getattr(config, "layer_types", None) or []).count("linear_attention")
     if num_linear != len(delta_nets) or (getattr(model, "_is_stateful", False) and not delta_nets):
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers, {num_linear} of them linear attention, but {len(delta_nets)} Gated DeltaNet modules were "
-            "found: only those are known to keep packed conversations apart"
+            f"{type(model).__name__} has recurrent layers, {num_linear} of them linear attention, but {len(delta_nets)} Gated DeltaNet modules "
+            "were found: only those are known to keep packed conversations apart"
         )
     if delta_nets:
         if torch.cuda.is_available():
@@ -80,7 +82,7 @@ def segments(cu_seq_lens: Tensor) -> Iterator[tuple[int, int]]:
     return zip(bounds[:-1], bounds[1:], strict=True)
 
 
-# ---- softmax attention -----------------------------------------------------------------------------------------------------------------------------
+# ---- softmax attention -------------------------------------------------------------------------------------------------------------------
 
 
 def packed_attention(
@@ -141,7 +143,9 @@ def _varlen_attention(query, key, value, cu_seq_lens, max_length, scale, causal,
 
 
 def _segment_attention(query, key, value, scale, causal=True, window=None, mask=None) -> Tensor:
-    """Attention of one segment, or of queries at its end: [n, H, D], [K, H_kv, D], [K, H_kv, D_v] -> [n, H, D_v]; mask [n, K], True where seen."""
+    """Attention of one segment, or of queries at its end: [n, H, D], [K, H_kv, D], [K, H_kv, D_v] -> [n, H, D_v].
+
+    mask [n, K]: True where a query sees a key; needed where n is not K."""
     if window is not None and window < len(key):
         mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
@@ -150,7 +154,7 @@ def _segment_attention(query, key, value, scale, causal=True, window=None, mask=
     return output.squeeze(0).transpose(0, 1)
 
 
-# ---- Gated DeltaNet --------------------------------------------------------------------------------------------------------------------------------
+# ---- Gated DeltaNet ----------------------------------------------------------------------------------------------------------------------
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 INSTALL = "`bash env/setup.sh train --with fla-core` installs it"
@@ -178,7 +182,8 @@ def check_gated_delta_kernels() -> None:
     hopper = torch.cuda.get_device_capability()[0] == 9
     if hopper and Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1") and find_spec("tilelang") is None:
         raise RuntimeError(
-            f"Triton {triton.__version__} computes wrong gradients of Gated DeltaNet on this GPU (Hopper); install Triton 3.7.1 or newer, or tilelang"
+            f"Triton {triton.__version__} computes wrong gradients of Gated DeltaNet on this GPU (Hopper): "
+            "install Triton 3.7.1 or newer, or tilelang"
         )
 
 
@@ -191,8 +196,8 @@ def _patch_gated_delta_net(modeling, module_class: type) -> None:
             continue
         if not callable(function) or name not in called or inspect.unwrap(function).__name__ != name:
             raise RuntimeError(
-                f"{module_class.__name__}.forward of this transformers version does not call {modeling.__name__}.{name}: packed conversations would "
-                "not be kept apart. Adapt common/attention.py to it"
+                f"{module_class.__name__}.forward of this transformers version does not call {modeling.__name__}.{name}: packed "
+                "conversations would not be kept apart. Adapt common/attention.py to it"
             )
         packed = make(function, inspect.unwrap(function))
         packed.is_packed = True
@@ -235,14 +240,15 @@ def _packed_delta_rule(function, torch_function):
     return torch_chunk_gated_delta_rule
 
 
-# ---- GLM's sparse attention ------------------------------------------------------------------------------------------------------------------------
+# ---- GLM's sparse attention --------------------------------------------------------------------------------------------------------------
 
 
 class PackedGlmAttention(glm.GlmMoeDsaAttention):
     """GlmMoeDsaAttention on a packed row; equals its eager implementation on each segment alone.
 
-    The indices of selected tokens that go on to "shared" layers count from the segment's beginning, [1, T, index_topk]; None where nothing had to be
-    selected. The indexer runs without gradients, as in transformers: attention trains through the selected tokens only."""
+    The indices of selected tokens that go on to "shared" layers count from the segment's beginning, [1, T, index_topk]; None where
+    nothing had to be selected. The indexer runs without gradients, as in transformers: attention trains through the selected tokens
+    only."""
 
     def forward(
         self,
@@ -296,10 +302,11 @@ def _matmul_float32(left: Tensor, right: Tensor) -> Tensor:
 @torch.compiler.disable  # loops over segments, whose bounds are read on the host
 @torch.no_grad()
 def select_tokens(indexer: nn.Module, hidden_states: Tensor, query_latent: Tensor, position_embeddings, cu_seq_lens: Tensor) -> Tensor:
-    """The indexer's choice: int32 [1, T, index_topk], the tokens of its own segment that each token attends to, counted from the segment's beginning.
+    """The indexer's choice: int32 [1, T, index_topk], the tokens of its own segment that each token attends to, counted from the
+    segment's beginning.
 
-    A token's score of another is sum over the index heads of weight * relu(query . key); the highest scores among earlier tokens win (DeepSeek-V3.2).
-    Segments of at most index_topk tokens are left at 0: everything is selected there and nobody reads it."""
+    A token's score of another is sum over the index heads of weight * relu(query . key); the highest scores among earlier tokens win
+    (DeepSeek-V3.2). Segments of at most index_topk tokens are left at 0: everything is selected there and nobody reads it."""
     split = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
     query = indexer.wq_b(query_latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))  # [1, T, heads, D]
     key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)

@@ -1,8 +1,8 @@
 """Per-token log-probabilities straight from hidden states; the logits exist one chunk of tokens at a time.
 
-The full logits of a packed row of 32,768 tokens and a vocabulary of 151,936 take 20 GB in fp32 and as much again for their gradient. Here a chunk's
-logits are computed, reduced to two numbers a token (log-probability and log-sum-exp) and dropped; backward computes them again. Only positions that
-have a target are computed at all.
+The full logits of a packed row of 32,768 tokens and a vocabulary of 151,936 take 20 GB in fp32 and as much again for their gradient. Here
+a chunk's logits are computed, reduced to two numbers a token (log-probability and log-sum-exp) and dropped; backward computes them again.
+Only positions that have a target are computed at all.
 
 Shapes: T tokens of the packed row, N of them with a target, H hidden size, V vocabulary size.
 """
@@ -94,7 +94,8 @@ def _add_outer_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class ChunkedLogps(torch.autograd.Function):
     """Log-probabilities [N] and entropies [N] of N hidden states; logits are recomputed in backward.
 
-    Both loops walk the tokens in chunks of `chunk_tokens`. `statistics` and `gradient` are chunk_statistics and chunk_gradient, compiled or not."""
+    Both loops walk the tokens in chunks of `chunk_tokens`. `statistics` and `gradient` are chunk_statistics and chunk_gradient, compiled
+    or not."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, options, chunk_tokens, with_entropy, statistics, gradient):
@@ -149,10 +150,11 @@ def token_logps(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of every target under the head `weight`.
 
-    hidden [T, H] and weight [V, H] of one dtype; targets [T] int64, -100 where there is none. Gives logps [T] fp32, 0 where there is no target, and
-    with `with_entropy` also the entropy [T] fp32 of the distribution at those positions, detached. Both belong to logits / temperature.
-    With no target at all the result is zero and still depends on hidden and weight, so that backward reaches every sharded layer on every rank.
-    `compile` fuses the passes over a chunk's logits; every chunk then has the same number of rows, so that nothing is compiled twice.
+    hidden [T, H] and weight [V, H] of one dtype; targets [T] int64, -100 where there is none. Gives logps [T] fp32, 0 where there is no
+    target, and with `with_entropy` also the entropy [T] fp32 of the distribution at those positions, detached. Both belong to logits /
+    temperature. With no target at all the result is zero and still depends on hidden and weight, so that backward reaches every sharded
+    layer on every rank. `compile` fuses the passes over a chunk's logits; every chunk then has the same number of rows, so that nothing
+    is compiled twice.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -160,8 +162,9 @@ def token_logps(
     num_targets = len(index)
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(hidden), len(weight), hidden.device)
     # Rows beyond num_targets repeat token 0; they are cut off below, which gives them a zero gradient.
-    rows = -(-num_targets // chunk_tokens) * chunk_tokens if compile else num_targets
-    index = F.pad(index, (0, max(rows, 1) - num_targets))
+    rows = max(num_targets, 1)
+    rows = -(-rows // chunk_tokens) * chunk_tokens if compile else rows
+    index = F.pad(index, (0, rows - num_targets))
     picked_targets = targets.index_select(0, index).clamp(min=0)
 
     statistics, gradient = _compiled_bodies() if compile else (chunk_statistics, chunk_gradient)
@@ -196,8 +199,8 @@ def head_options(config) -> dict:
 class LogpModel(nn.Module):
     """A causal language model whose forward gives log-probabilities of targets instead of logits.
 
-    This is the module that becomes FSDP's root: the head's weight is whole only inside the root's forward, so everything that needs the head happens
-    in one call. No floating tensor may be an input, because mixed precision would round it to bf16 on the way in.
+    This is the module that becomes FSDP's root: the head's weight is whole only inside the root's forward, so everything that needs the
+    head happens in one call. No floating tensor may be an input, because mixed precision would round it to bf16 on the way in.
 
     `router_stats` counts the experts' load and, if made with `with_logits`, also gives the load-balancing term over the ranks of `group`.
     """
@@ -219,7 +222,7 @@ class LogpModel(nn.Module):
     def forward(
         self, inputs: dict, targets: Tensor, *, temperature: float = 1.0, num_tokens: int | None = None, with_entropy: bool = False
     ) -> LogpOutput:
-        """inputs: what PackedBatch.model_inputs() gives; targets [1, T], -100 where there is none; num_tokens: T less the padding at the row's end."""
+        """inputs: what PackedBatch.model_inputs() gives; targets [1, T], -100 where there is none; num_tokens: T less the padding."""
         num_tokens = targets.numel() if num_tokens is None else num_tokens
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             if name in inputs:  # compiled layers must not be compiled again for every other number of segments

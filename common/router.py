@@ -4,12 +4,13 @@ The term is that of the Switch Transformer (Fedus et al. 2021, equations 4-6) pe
 
     E * sum_e f_e P_e,   f_e = assignments to expert e / tokens,   P_e = mean probability of expert e
 
-with f summed over all ranks and taken as a constant, so that balanced routing gives the number of experts a token uses, on any number of ranks.
-transformers pools the layers before the product, which hides a layer that is unbalanced one way behind one that is unbalanced the other way.
+with f summed over all ranks and taken as a constant, so that balanced routing gives the number of experts a token uses, on any number of
+ranks. transformers pools the layers before the product, which hides a layer that is unbalanced one way behind one that is unbalanced the
+other way.
 
-f is known only when the whole forward is over, but the routers' logits live inside layers that are recomputed, compiled, and whose FSDP parameters are
-gone by then. So the term's value comes from sums over tokens that each router leaves behind, and its gradient with respect to the logits,
-which needs of all this only f, is added where backward passes the router anyway.
+f is known only when the whole forward is over, but the routers' logits live inside layers that are recomputed, compiled, and whose FSDP
+parameters are gone by then. So the term's value comes from sums over tokens that each router leaves behind, and its gradient with respect
+to the logits, which needs of all this only f, is added where backward passes the router anyway.
 
 Shapes: T tokens of the packed row, E experts, k experts a token, L MoE layers.
 """
@@ -68,9 +69,9 @@ attach_balance.register_autograd(_attach_balance_backward, setup_context=_save_f
 def _observe(router: nn.Module, _inputs, output):
     """Forward hook: adds the row's assignments, and for the balancing term its probabilities, to what the router has counted.
 
-    It does the same work in every call, also when activation checkpointing runs the layer a second time, because a compiled layer whose recomputation
-    takes another path saves other tensors; `counting` is zero by then. One function for all layers and no Python state, so that layers share
-    one compiled graph."""
+    It does the same work in every call, also when activation checkpointing runs the layer a second time, because a compiled layer whose
+    recomputation takes another path saves other tensors; `counting` is zero by then. One function for all layers and no Python state, so
+    that layers share one compiled graph."""
     logits, scores, indices = output
     if len(indices) != len(router.counting):  # a call that is not being recorded
         return None
@@ -105,8 +106,9 @@ class _SetSlopes(torch.autograd.Function):
 class RouterStats:
     """Hooks on all routers of a model. Make it before the model is wrapped; a dense model simply has no routers.
 
-    `with_logits` observes the routers' logits too, for the load-balancing term. Its gradient enters at the routers' scores: nothing arrives where the experts' output is detached.
-    A recorded forward must be followed by its backward (or by none) before the next one is recorded."""
+    `with_logits` observes the routers' logits too, for the load-balancing term. Its gradient enters at the routers' scores: nothing
+    arrives where the experts' output is detached. A recorded forward must be followed by its backward (or by none) before the next one is
+    recorded."""
 
     def __init__(self, model: nn.Module, family, *, with_logits: bool = False):
         self.routers = [module for name, module in model.named_modules() if name.endswith("." + family.router)]
@@ -143,8 +145,8 @@ class RouterStats:
     def aux_loss(self, hidden: Tensor, num_tokens: int, group=None) -> tuple[Tensor, Tensor]:
         """(hidden, this rank's share of the last recorded forward's load-balancing term, a scalar in fp32).
 
-        The sum of the shares over the ranks of `group` is the term. Use the hidden states that come back, not those that went in: they carry
-        the term's gradient. Collective when a process group exists: call it on every rank, once per forward, after the layers."""
+        The sum of the shares over the ranks of `group` is the term. Use the hidden states that come back, not those that went in: they
+        carry the term's gradient. Collective when a process group exists: call it on every rank, once per forward, after the layers."""
         counts = self.load()
         totals = torch.cat([counts.flatten(), counts.new_tensor([num_tokens])])
         if distributed.is_initialized():

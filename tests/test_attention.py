@@ -120,7 +120,7 @@ def test_one_token_of_a_neighbour_changes_nothing(tiny_dir, family):
     assert not torch.allclose(before[10:75], after[10:75], atol=1e-3)
 
 
-# ---- GLM's sparse attention ------------------------------------------------------------------------------------------------------------------------
+# ---- GLM's sparse attention --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("query_chunk, score_elements", [(1024, 2**27), (16, 16 * 70 * 7), (7, 1)], ids=str)
@@ -196,7 +196,7 @@ def test_glm_never_scores_a_whole_row(tiny_dir, monkeypatch):
     assert ours.biggest < stock.biggest / 10
 
 
-# ---- the attention function ------------------------------------------------------------------------------------------------------------------------
+# ---- the attention function --------------------------------------------------------------------------------------------------------------
 
 
 def dense_attention(query, key, value, lengths, scale, causal=True, window=None):
@@ -370,7 +370,7 @@ def test_compiled_checkpointed_layers_equal_plain_ones(tiny_dir, varlen, family,
         assert error < 0.1, f"{name}: relative error {error:.1e}"
 
 
-# ---- what is refused at start ----------------------------------------------------------------------------------------------------------------------
+# ---- what is refused at start ------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_implementation_is_refused(tiny_dir):

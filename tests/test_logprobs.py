@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from common import logprobs
 from common.families import family_of
-from common.logprobs import LogpModel, head_options, token_logps
+from common.logprobs import LogpModel, chunk_gradient, chunk_statistics, head_options, token_logps
 from common.router import RouterStats
 
 TOKENS, HIDDEN, VOCAB = 96, 16, 500
@@ -107,6 +108,25 @@ def test_no_targets_give_zeros_that_still_reach_backward():
     assert torch.equal(hidden.grad, torch.zeros_like(hidden)) and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+def test_compiled_chunks_have_one_shape_for_any_number_of_targets(monkeypatch):
+    """The compiled bodies are replaced by the plain ones: what counts is the shapes they would be compiled for."""
+    shapes = set()
+
+    def statistics(output, *args):
+        shapes.add(tuple(output.shape))
+        return chunk_statistics(output, *args)
+
+    monkeypatch.setattr(logprobs, "_compiled_bodies", lambda: (statistics, chunk_gradient))
+    for share in (0.0, 0.02, 0.5, 1.0):
+        hidden, weight, targets, coefficients = example(share_with_target=share)
+        expected = reference(hidden, weight, targets, coefficients)
+        logps = token_logps(hidden, weight, targets, chunk_tokens=20, compile=True)
+        (logps * coefficients).sum().backward()
+        for value, wanted in zip((logps.detach(), hidden.grad, weight.grad), (expected[0], *expected[2:]), strict=True):
+            torch.testing.assert_close(value.double(), wanted, atol=1e-5, rtol=1e-5)
+    assert shapes == {(20, VOCAB)}
+
+
 def test_temperature_must_be_positive():
     hidden, weight, targets, _ = example()
     with pytest.raises(ValueError, match="temperature must be above 0"):
@@ -140,15 +160,25 @@ def test_no_tensor_of_a_quarter_of_the_logits(share_with_target):
     assert weight.grad.abs().sum() > 0 and entropy.sum() > 0
 
 
-# ---- LogpModel -------------------------------------------------------------------------------------------------------------------------------------
+# ---- LogpModel ---------------------------------------------------------------------------------------------------------------------------
 
 
 def tiny_moe(tied=False, seed=0):
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=160, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=12, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=tied, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=160,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=12,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
 
 
