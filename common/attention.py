@@ -55,7 +55,7 @@ def prepare(model: PreTrainedModel) -> None:
     num_linear = list(getattr(config, "layer_types", None) or []).count("linear_attention")
     if num_linear != len(delta_nets) or (getattr(model, "_is_stateful", False) and not delta_nets):
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers, {num_linear} of them linear attention, but {len(delta_nets)} Gated DeltaNet modules "
+            f"{type(model).__name__} has recurrent layers ({num_linear} of linear attention), but {len(delta_nets)} Gated DeltaNet modules "
             "were found: only those are known to keep packed conversations apart"
         )
     if delta_nets:
