@@ -1,6 +1,6 @@
 """Rows of text -> token ids and loss masks.
 
-A row holds `messages`, or `prompt` and `completion` (two strings, or lists of messages). What carries loss:
+A row holds `messages`, or (looked at only without them) `prompt` and `completion`: strings, or lists of messages. What carries loss:
 
 1. Assistant turns only: everything a sampler would have to produce after the generation prompt, up to and including the
    token that ends the turn. White space which the template writes after that token is context, never a target.
@@ -171,7 +171,8 @@ class Chat:
         prompts = {i: self._text(messages[:i], tools, kwargs, add_generation_prompt=True) for i in turns}
         wholes = {i: self._text(messages[: i + 1], tools, kwargs) for i in turns}
         for i in turns:
-            _check_prompt(prompts[i], wholes[i], i)
+            if not wholes[i].startswith(prompts[i]):
+                raise BadRow(_not_a_prefix(prompts[i], wholes[i], i) + self._advice(messages[: i + 1], tools, kwargs))
         rendered = []
         while turns:
             last, spans, rest, stop_id = turns[-1], [], [], None
@@ -181,6 +182,18 @@ class Chat:
             rendered.append(Rendered(wholes[last], spans, stop_id, cut=False))
             turns = rest
         return rendered[::-1]
+
+    def _advice(self, messages, tools, kwargs) -> str:
+        """Thinking templates open (or close) the thinking in the prompt: a turn without (or with) reasoning then needs the other mode."""
+        for value in (False, True):
+            other = {**kwargs, "enable_thinking": value}
+            try:
+                prompt, whole = self._text(messages[:-1], tools, other, add_generation_prompt=True), self._text(messages, tools, other)
+            except BadRow:  # this mode is no advice then
+                continue
+            if whole.startswith(prompt):
+                return f'. With chat_template_kwargs {{"enable_thinking": {json.dumps(value)}}} they agree; it can be a column too'
+        return ". A chat template with generation markers would say itself what a turn is"
 
     def _span(self, start: int, until: str, whole: str, message: dict):
         """Characters of one turn inside `whole` and the stop id to append; no span where `whole` does not contain the turn as sampled."""
@@ -210,7 +223,8 @@ class Chat:
             spans = [span for span, message in zip(spans, assistants, strict=True) if has_something_to_learn(message)]
         if num_prompt:
             prompt = self._text(messages[:num_prompt], tools, kwargs, add_generation_prompt=True)
-            _check_prompt(prompt, text, num_prompt)
+            if not text.startswith(prompt):
+                raise BadRow(_not_a_prefix(prompt, text, num_prompt))
             spans = [(max(start, len(prompt)), end) for start, end in spans if end > len(prompt)]
         if not spans:
             raise BadRow("the chat template has generation markers but marks nothing of this conversation's assistant turns")
@@ -339,14 +353,11 @@ def _longest_prefix(text: str, candidates) -> str | None:
     return max((c for c in candidates if text.startswith(c)), key=len, default=None)
 
 
-def _check_prompt(prompt: str, whole: str, turn: int) -> None:
-    if whole.startswith(prompt):
-        return
+def _not_a_prefix(prompt: str, whole: str, turn: int) -> str:
     same = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
-    raise BadRow(
+    return (
         f"turn {turn}: the prompt that the chat template makes for generation is not the beginning of the rendered conversation: "
-        f"after {prompt[max(0, same - 30) : same]!r} the prompt has {prompt[same : same + 30]!r}, the conversation {whole[same : same + 30]!r}. "
-        "Another value in chat_template_kwargs (such as enable_thinking) may make them agree, or a template with generation markers."
+        f"after {prompt[max(0, same - 30) : same]!r} the prompt has {prompt[same : same + 30]!r}, the conversation {whole[same : same + 30]!r}"
     )
 
 

@@ -22,6 +22,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -289,6 +290,8 @@ def tokenized_parts(units: list[Unit], tokenizer, settings: Settings, folder: Pa
                 while todo and len(running) < 2 * num_workers:  # a slow unit must not let finished ones pile up
                     running.append(pool.submit(_work, *todo.popleft()))
                 yield running.popleft().result()
+        except BrokenProcessPool as error:
+            raise RuntimeError("a process that tokenises was killed, probably for want of memory: lower the number of workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
 

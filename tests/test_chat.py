@@ -269,9 +269,29 @@ def test_the_prompt_is_tokenised_as_the_sampler_sees_it():
 
 def test_a_prompt_that_cannot_lead_to_the_turn_is_an_error_that_names_it(tokenizer):
     tokenizer.chat_template = real_template("qwen3_5_nothink")
-    with pytest.raises(BadRow, match=r"turn 1: the prompt .*chat_template_kwargs"):
+    with pytest.raises(BadRow, match=r"turn 1: the prompt .*'\\n</think>\\n\\n', the conversation 'two times .*\"enable_thinking\": true"):
         Chat(tokenizer).examples({"messages": THINKING})
+    assert len(learned_of(tokenizer, {"messages": THINKING}, chat_template_kwargs={"enable_thinking": True})) == 2
     assert learned_of(tokenizer, {"messages": PLAIN}) == [["6 = six ✓<|im_end|>"], ["7<|im_end|>"]]
+
+
+def test_a_prompt_that_always_opens_the_thinking_says_how_rows_without_it_work(tokenizer):
+    """GLM-5 writes "</think>" alone before an answer without reasoning, but its prompt ends in "<think>"."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{% if m.role == 'assistant' %}"
+        "{{ '<think>' + m.reasoning_content if m.reasoning_content is defined else '' }}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{{ '</think>' if enable_thinking is false else '<think>' }}{% endif %}"
+    )
+    with pytest.raises(BadRow, match='With chat_template_kwargs {"enable_thinking": false} they agree'):
+        Chat(tokenizer).examples({"messages": PLAIN})
+    assert learned_of(tokenizer, {"messages": PLAIN, "chat_template_kwargs": {"enable_thinking": False}}) == [
+        ["6 = six ✓<|im_end|>", "7<|im_end|>"]
+    ]
+    assert learned_of(tokenizer, {"messages": THINKING}) == [
+        ["two times three 🚀</think>6 = six ✓<|im_end|>", "six plus one</think>7<|im_end|>"]
+    ]
+    empty = [USER, {"role": "assistant", "reasoning_content": "", "content": "6"}]
+    assert learned_of(tokenizer, {"messages": empty}) == [["</think>6<|im_end|>"]]
 
 
 def test_chat_template_kwargs_of_the_run_and_of_the_row(tokenizer):
