@@ -61,7 +61,7 @@ class Chat:
         self.kwargs = dict(chat_template_kwargs or {})
         added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         ids = {tokenizer.eos_token_id, *generation_stop_ids(tokenizer), *stop_ids} - {None}
-        self.stops = {tokenizer.convert_ids_to_tokens(i): i for i in sorted(ids)}
+        self.stops = {text: i for i in sorted(ids) if (text := tokenizer.decode([i]))}  # an id beyond the vocabulary has no text
         self.bos = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id]
         self.final_stops: dict[str, int] = {}
         self.notes: Counter = Counter()  # what the template did with rows that are used all the same
@@ -105,10 +105,8 @@ class Chat:
         else:
             rendered = self._by_prefix(messages, turns, tools, kwargs)
         _check_nothing_dropped(messages, turns, rendered)
-        learned = _learned(rendered)
-        self.notes["reasoning_not_rendered"] += any(
-            _squeeze(messages[i].get("reasoning_content", "")) not in _squeeze(learned) for i in turns
-        )
+        learned = _squeeze(_learned(rendered))
+        self.notes["reasoning_not_rendered"] += any(_squeeze(messages[i].get("reasoning_content", "")) not in learned for i in turns)
         return rendered
 
     def encode(self, rendered: list[Rendered]) -> list[Example]:

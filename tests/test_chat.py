@@ -385,6 +385,8 @@ def test_glm_agrees_with_its_training_template(glm):
 
 
 def test_without_declared_stops_the_eos_ends_every_turn(glm, tmp_path):
+    (tmp_path / "glm" / "generation_config.json").write_text(json.dumps({"eos_token_id": [99999]}))  # not in the vocabulary
+    assert learned_of(glm, {"messages": PLAIN[:2]}) == [["\n<think></think>\n6 = six ✓<|endoftext|>"]]
     (tmp_path / "glm" / "generation_config.json").unlink()
     assert learned_of(glm, {"messages": PLAIN}) == [
         ["\n<think></think>\n6 = six ✓<|endoftext|>"],
