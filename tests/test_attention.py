@@ -390,7 +390,7 @@ def test_glm_with_flash_attention_is_refused(tiny_dir):
 def test_unknown_recurrent_layers_are_refused(tiny_dir):
     model = load(tiny_dir("qwen3_next"), "eager")
     model.model.layers[0].linear_attn = nn.Identity()
-    with pytest.raises(ValueError, match="3 of linear attention), but 2 Gated DeltaNet modules"):
+    with pytest.raises(ValueError, match=r"3 of linear attention\), but 2 Gated DeltaNet modules"):
         prepare(model)
 
 
