@@ -13,6 +13,9 @@ from transformers.initialization import no_init_weights, no_tie_weights
 from common.families import family_of
 from common.tensor_files import read_config
 
+# model_type -> patterns of parameters that are float32 on disk and must stay so; newer versions of transformers keep them by themselves.
+FLOAT32 = {"glm_moe_dsa": (r"\.mlp\.gate\.weight$",)}
+
 
 def cut_config(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A copy of config.json's content for the first `num_layers` decoder layers, without multi-token prediction.
@@ -96,6 +99,7 @@ def rows_are_aligned(config: PretrainedConfig) -> bool:
 def keep_in_float32(model: PreTrainedModel) -> None:
     """from_pretrained upcasts some parameters and buffers by name while it loads; a model built from its config has them in its dtype."""
     patterns = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    patterns += FLOAT32.get(model.config.model_type, ())
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         if tensor.dtype not in (torch.bfloat16, torch.float16) or not any(re.search(pattern, name) for pattern in patterns):
             continue

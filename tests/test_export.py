@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from common import export, tiny
 from common.checkpoint import fingerprint
 from common.export import CheckFailed, Exporter
 from common.tensor_files import Spec, write_file
 from common.weights import Checkpoint, Converter, Loader, build_skeleton
+from tests.test_weights import reference
 
 MTP_FAMILIES = ("qwen3_next", "qwen3_5_moe", "glm_moe_dsa")
-BFLOAT16 = dict(dtype=torch.bfloat16, attn_implementation="sdpa")
 
 
 def load(folder, num_layers=None) -> Converter:
@@ -81,10 +81,10 @@ def test_export_of_trained_model_reloads_to_it(tiny_dir, tmp_path, family, exper
     changed = {name for name in after if not same_bytes(before[name], after[name])}
     assert len(changed) > 0.9 * (len(after) - len(converter.untouched))
 
-    live = AutoModelForCausalLM.from_pretrained(base, **BFLOAT16)
+    live = reference(base)
     for name, tensor in live.state_dict().items():
         tensor.copy_(converter.model.state_dict()[name])
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **BFLOAT16)
+    reloaded = reference(tmp_path / "out")
     assert all(same_bytes(tensor, reloaded.state_dict()[name]) for name, tensor in live.state_dict().items())
     assert torch.equal(logits(live), logits(reloaded))
 
@@ -135,7 +135,7 @@ def test_cut_model(tiny_dir, tmp_path, family):
     raw = json.loads((tmp_path / "out/config.json").read_text())
     assert raw["architectures"] == json.loads((base / "config.json").read_text())["architectures"]
     assert raw.get("text_config", raw)["num_hidden_layers"] == 2
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **BFLOAT16)
+    reloaded = reference(tmp_path / "out")
     state = converter.model.state_dict()
     assert all(torch.equal(tensor.float(), state[name].float()) for name, tensor in reloaded.state_dict().items())
     again = Converter(build_skeleton(tmp_path / "out", attn_implementation="sdpa"), Checkpoint(tmp_path / "out"))

@@ -15,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, PrefixChange, WeightConverter
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from common import tensor_files, tiny
 from common.skeleton import cut_config, find_decoder_layers
@@ -44,8 +47,11 @@ def load(folder, dtype_of=None, **options):
     return converter, converter.model.eval()
 
 
-def reference(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa", **options)
+def reference(folder):
+    """The model as transformers loads it; GLM's router in float32 also where transformers would round it to bfloat16."""
+    if "e_score_correction_bias" in (GlmMoeDsaPreTrainedModel._keep_in_fp32_modules_strict or ()):
+        GlmMoeDsaPreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight"]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
 
 
 def assert_same_tensors(model, expected) -> None:
@@ -137,10 +143,16 @@ def test_vision_checkpoint_keeps_its_prefix(tiny_dir):
 def test_glm_router_and_bias_are_float32(tiny_dir):
     converter, model = load(tiny_dir("glm_moe_dsa"))
     gate = model.get_submodule("model.layers.1.mlp.gate")
-    expected = reference(tiny_dir("glm_moe_dsa")).get_submodule("model.layers.1.mlp.gate")
-    assert gate.weight.dtype == expected.weight.dtype
+    assert gate.weight.dtype == torch.float32
     assert gate.e_score_correction_bias.dtype == torch.float32
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in converter.units[1].model_names
+
+
+def test_what_a_model_class_keeps_in_float32(tiny_dir, monkeypatch):
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", ["self_attn.o_*.weight"])
+    _, model = load(tiny_dir("llama"))
+    assert model.model.layers[2].self_attn.o_proj.weight.dtype == torch.float32
+    assert_same_tensors(model, reference(tiny_dir("llama")))
 
 
 def test_glm_layers_that_share_an_indexer_have_none_on_disk(tmp_path):
@@ -187,6 +199,29 @@ def test_other_models(tmp_path, model_type):
     on_disk = converter.checkpoint.read(converter.checkpoint.names)
     assert back.keys() == on_disk.keys()
     assert all(torch.equal(back[name], on_disk[name]) for name in on_disk)
+
+
+def test_only_conversions_that_matched_are_reverted(tiny_dir, tmp_path, monkeypatch):
+    """A table that also knows the checkpoint under another prefix must not put that prefix into what is written."""
+
+    def fuse(tensors):
+        for i in range(4):
+            parts = [tensors.pop(f"model.layers.{i}.mlp.{part}.weight") for part in ("gate_proj", "up_proj")]
+            tensors[f"model.layers.{i}.mlp.fused.weight"] = torch.cat(parts)
+
+    table = lambda model: [  # noqa: E731
+        PrefixChange(prefix_to_remove="language_model", model_prefix="model"),
+        WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)]),
+    ]
+    monkeypatch.setattr("common.weights.get_model_conversion_mapping", table)
+    source = tiny_dir("llama")
+    converter, model = load(change(source, tmp_path / "fused", fuse))
+    assert_same_tensors(model, reference(source))
+    state, unit = dict(model.state_dict()), converter.units[2]
+    back = converter.to_checkpoint({name: state[name] for name in unit.model_names})
+    on_disk = load_file(tmp_path / "fused/model.safetensors")
+    assert set(back) == {name for name in on_disk if ".layers.2." in name}
+    assert all(torch.equal(tensor, on_disk[name]) for name, tensor in back.items())
 
 
 def test_decoder_layer_is_named_in_the_error(tiny_dir):
