@@ -464,7 +464,7 @@ class Loader:
             else:
                 self._start_reading(index + dist.num_nodes())
         # Agreed on before any tensor is sent: ranks that wait in a broadcast cannot be told of an error any more.
-        message = dist.broadcast_object(failure and f"{type(failure).__name__}: {failure}", src=source)
+        message = dist.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}", src=source)
         if message is not None:
             what = f"{unit.name or 'the root unit'} of {self.converter.checkpoint.path}"
             raise RuntimeError(f"rank {source} could not read {what}: {message}") from failure
