@@ -109,11 +109,14 @@ class Chat:
         self.notes["reasoning_not_rendered"] += any(_squeeze(messages[i].get("reasoning_content", "")) not in learned for i in turns)
         return rendered
 
-    def encode(self, rendered: list[Rendered]) -> list[Example]:
-        """Tokenises in one batch. The first token of an example has nothing to be predicted from and never carries loss."""
+    def encode(self, rendered: list[Rendered], apart: bool = False) -> list[Example]:
+        """Tokenises in one batch. The first token of an example has nothing to be predicted from and never carries loss.
+
+        `apart`: tokenise both sides of every span apart, so that equal prompts are equal ids whatever follows them.
+        """
         if not rendered:
             return []
-        if self.tokenizer.is_fast:
+        if self.tokenizer.is_fast and not apart:
             batch = self.tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             tokens = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
         else:

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from common import chat as chat_module
 from common import rows as rows_module
-from common.chat import BadRow, Chat, generation_stop_ids
+from common.chat import BadRow, Chat, Example, Rendered, generation_stop_ids
 from common.rows import Unit, read_unit, row_weight, split_into_units
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ def tokenize_files(
     num_workers: int = 8,
     stop_ids=(),
     chat_template_kwargs: dict | None = None,
+    rule: "RowRule | None" = None,
     progress: bool = True,
 ) -> TokenizedDataset:
     """Tokenises JSON Lines (.jsonl, .json) and Parquet files, or opens the result of an earlier call with the same input.
@@ -118,13 +119,14 @@ def tokenize_files(
     over_long: examples of more than max_length tokens are dropped and counted ("drop") or cut ("truncate").
     on_bad_row: the first bad row is a ValueError that names file and line ("error"), or bad rows are counted ("skip").
     A file that gives no example at all is a ValueError.
+    rule: what becomes of a row; without one, a conversation gives examples that stand alone.
     """
     for name, value, allowed in (("over_long", over_long, ("drop", "truncate")), ("on_bad_row", on_bad_row, ("error", "skip"))):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     if not files:
         raise ValueError("no data files given")
-    settings = Settings(max_length, over_long, on_bad_row, tuple(stop_ids), dict(chat_template_kwargs or {}))
+    settings = Settings(max_length, over_long, on_bad_row, tuple(stop_ids), dict(chat_template_kwargs or {}), rule or RowRule())
     key = hashlib.sha256(
         json.dumps([[file_fingerprint(f) for f in files], tokenizer_fingerprint(tokenizer), settings.key(), code_fingerprint()]).encode()
     ).hexdigest()[:32]
@@ -147,9 +149,47 @@ class Settings:
     on_bad_row: str
     stop_ids: tuple
     chat_template_kwargs: dict
+    rule: "RowRule"
 
     def key(self) -> list:
-        return [self.max_length, self.over_long, self.on_bad_row, sorted(self.stop_ids), sorted(self.chat_template_kwargs.items())]
+        kwargs = sorted(self.chat_template_kwargs.items())
+        return [self.max_length, self.over_long, self.on_bad_row, sorted(self.stop_ids), kwargs, self.rule.fingerprint()]
+
+
+class RowRule:
+    """What becomes of a row: here, examples that stand alone. A method with other rows passes a subclass (one that can be pickled).
+
+    `group`: so many successive examples belong together; `pack` never parts them.
+    """
+
+    group = 1
+
+    def fingerprint(self) -> str:
+        """Changes with the rule's name and code."""
+        source = Path(sys.modules[type(self).__module__].__file__).read_bytes()
+        return f"{type(self).__qualname__} {hashlib.sha256(source).hexdigest()}"
+
+    def render(self, chat: Chat, row: dict) -> list[Rendered]:
+        """The texts of a row; none where there is nothing to learn. Raises BadRow."""
+        return chat.render(row)
+
+    def keep(self, chat: Chat, renders: list[Rendered], examples: list[Example], settings: Settings, part: "Part") -> list[Example]:
+        """What of a row's tokenised texts enters the dataset. Counts in `part` what is truncated, and by reason what is dropped."""
+        if not examples:
+            part.dropped["nothing_to_learn"] += 1
+        kept = []
+        for ids, mask in examples:
+            if len(ids) > settings.max_length:
+                if settings.over_long == "drop":
+                    part.dropped["over_long"] += 1
+                    continue
+                part.truncated += 1
+                ids, mask = ids[: settings.max_length], mask[: settings.max_length]
+            if not any(mask):
+                part.dropped["nothing_to_learn"] += 1
+                continue
+            kept.append(Example(ids, mask))
+        return kept
 
 
 def file_fingerprint(path: str | os.PathLike) -> list:
@@ -218,7 +258,7 @@ def tokenize_unit(unit: Unit, chat: Chat, settings: Settings, stem: str) -> Part
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    waiting.append((line, row_weight(row), chat.render(row)))
+                    waiting.append((line, row_weight(row), settings.rule.render(chat, row)))
                 except BadRow as error:
                     part.dropped["bad_row"] += 1
                     part.bad_rows.append((line, str(error)))
@@ -235,21 +275,9 @@ def tokenize_unit(unit: Unit, chat: Chat, settings: Settings, stem: str) -> Part
 
 
 def _encode(waiting: list, chat: Chat, settings: Settings, part: Part, ids_file, mask_file) -> None:
-    examples = iter(chat.encode([rendered for _, _, renders in waiting for rendered in renders]))
+    encoded = iter(chat.encode([rendered for _, _, renders in waiting for rendered in renders]))
     for line, weight, renders in waiting:
-        if not renders:
-            part.dropped["nothing_to_learn"] += 1
-        for _ in renders:
-            ids, mask = next(examples)
-            if len(ids) > settings.max_length:
-                if settings.over_long == "drop":
-                    part.dropped["over_long"] += 1
-                    continue
-                part.truncated += 1
-                ids, mask = ids[: settings.max_length], mask[: settings.max_length]
-            if not any(mask):
-                part.dropped["nothing_to_learn"] += 1
-                continue
+        for ids, mask in settings.rule.keep(chat, renders, [next(encoded) for _ in renders], settings, part):
             ids_file.write(np.asarray(ids, np.int32).tobytes())
             mask_file.write(np.asarray(mask, np.bool_).tobytes())
             part.lengths.append(len(ids))
@@ -396,11 +424,14 @@ class Bins:
         return self.rows[self.offsets[index] : self.offsets[index + 1]]
 
 
-def pack(lengths: np.ndarray, max_length: int, packing: bool = True) -> Bins:
+def pack(lengths: np.ndarray, max_length: int, packing: bool = True, group: int = 1) -> Bins:
     """Best-fit decreasing: the longest example first, each into the fullest bin that still has room. The same input gives the same bins.
 
-    With packing off every example is a bin of its own, in order.
+    With packing off every example is a bin of its own, in order. Every `group` successive examples are placed as one, in order.
     """
+    if group > 1:
+        groups = pack(np.asarray(lengths, np.int64).reshape(-1, group).sum(axis=1), max_length, packing)
+        return Bins((groups.rows[:, None] * group + np.arange(group)).reshape(-1), groups.offsets * group)
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_length:
         raise ValueError(f"an example of {lengths.max()} tokens does not fit a bin of max_length {max_length}")

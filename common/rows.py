@@ -14,7 +14,7 @@ import numpy as np
 
 from common.chat import BadRow
 
-COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "weight")
+COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs", "weight")
 UNIT_BYTES = 2 << 20
 PARQUET_BATCH = 256  # rows turned into Python objects at a time
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from common import attention, checkpoint, config, data, dist
 from common.checkpoint import Base, TrainState
 from common.config import DataArguments, ModelArguments, TrainArguments
-from common.data import Bins, PackedBatch, TokenizedDataset
+from common.data import Bins, PackedBatch, RowRule, TokenizedDataset
 from common.export import Exporter
 from common.families import family_of
 from common.fsdp import Precision, ShardedModel, load_and_shard
@@ -59,7 +59,7 @@ def agree(*values: float) -> list[float]:
 
 
 def load_data(
-    files: list[str], tokenizer: PreTrainedTokenizerBase, args: DataArguments, output_dir: Path
+    files: list[str], tokenizer: PreTrainedTokenizerBase, args: DataArguments, output_dir: Path, rule: RowRule | None = None
 ) -> tuple[TokenizedDataset, Bins]:
     """Tokenised rows of `files` and the bins they are packed into. Rank 0 tokenises once, into a cache; the others open it."""
     cache = Path(args.data_cache_dir or output_dir / "data_cache")
@@ -74,10 +74,11 @@ def load_data(
                 on_bad_row=args.on_bad_row,
                 cache_dir=cache,
                 num_workers=args.data_workers,
+                rule=rule,
             )
             path = dataset.path
     dataset = TokenizedDataset.open(dist.broadcast_object(path))
-    bins = data.pack(dataset.lengths, args.max_length, args.packing)
+    bins = data.pack(dataset.lengths, args.max_length, args.packing, group=rule.group if rule else 1)
     if not len(dataset):
         raise ValueError(f"{', '.join(files)}: no row carries loss. {dataset.summary()}")
     log.info("%s: %s; %d bins of %d tokens", ", ".join(files), dataset.summary(), len(bins), args.max_length)
