@@ -193,10 +193,21 @@ class _AboveProgressBar(logging.StreamHandler):
         tqdm.write(self.format(record), file=self.stream)
 
 
+class _Lines:
+    """A stream for progress bars that go to a file, where they cannot overwrite themselves: each state becomes a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip("\r\n "):
+            sys.stderr.write(line + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def progress(total: int, description: str, unit: str, initial: int = 0) -> tqdm:
-    """A progress bar on rank 0; in a log file, where it cannot overwrite itself, a line every half minute."""
-    interval = 0.1 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, initial=initial, desc=description, unit=unit, disable=not is_main(), mininterval=interval, maxinterval=interval)
+    """A progress bar on rank 0; in a log file a line every half minute."""
+    options = {} if sys.stderr.isatty() else {"file": _Lines(), "mininterval": 30.0, "maxinterval": 30.0, "ncols": 100}
+    return tqdm(total=total, initial=initial, desc=description, unit=unit, disable=not is_main(), **options)
 
 
 def setup_logging(log_file: Path | None = None) -> None:
@@ -204,7 +215,7 @@ def setup_logging(log_file: Path | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         # A C-locale terminal must not kill a run because a sample holds Japanese.
         stream.reconfigure(errors="backslashreplace")
-    handlers: list[logging.Handler] = [_AboveProgressBar(sys.stderr)]
+    handlers: list[logging.Handler] = [_AboveProgressBar(sys.stderr) if sys.stderr.isatty() else logging.StreamHandler(sys.stderr)]
     if log_file is not None and is_main():
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))

@@ -59,7 +59,7 @@ def _wrap(module: nn.Module, precision: Precision | None) -> FullyShardedDataPar
         mixed = MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_root_forward_inputs=False)
     return FullyShardedDataParallel(
         module,
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if dist.world_size() > 1 else ShardingStrategy.NO_SHARD,
         mixed_precision=mixed,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers=True,  # without it the CPU runs ahead and gathers several layers at once
@@ -213,10 +213,10 @@ def load_and_shard(
         layer = model.get_submodule(unit.module_path)
         for path in kept[unit.name]:
             _replace(layer, path, _wrap(layer.get_submodule(path), None))
+        if compile_layers:
+            layer.compile()  # inside checkpointing: a graph break inside a compiled checkpoint leaves the whole layer uncompiled
         if gradient_checkpointing:
             layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
-        if compile_layers:
-            layer.compile()
         _replace(model, unit.module_path, _wrap(layer, precision))
     loader.finish()
     bar.close()

@@ -245,7 +245,7 @@ def config(family: str, **overrides: Any) -> PretrainedConfig:
     config_class = getattr(transformers, config_name)
     vision = vision_fields() | overrides.pop("vision_config", {}) if family == "qwen3_5_moe" else None
     text_class = transformers.Qwen3_5MoeTextConfig if vision else config_class
-    known = {field.name for field in dataclasses.fields(text_class)} | set(text_class.attribute_map) | EXTRA_FIELDS
+    known = {field.name for field in dataclasses.fields(text_class)} | set(text_class.attribute_map) | set(default_fields(family)) | EXTRA_FIELDS
     if unknown := sorted(set(overrides) - known):
         raise ValueError(f"{family} has no config field {', '.join(unknown)}: see {text_class.__name__} in transformers")
     fields = default_fields(family) | overrides
