@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from common import dist
 from common.chat import BadRow, Chat, Example, Rendered
 from common.data import NO_TARGET, Bins, PackedBatch, Part, RowRule, Settings, TokenizedDataset, collate
 
@@ -166,6 +167,16 @@ def collate_pairs(
         lengths=torch.from_numpy(np.add.reduceat((packed.targets[0] != NO_TARGET).numpy().astype(np.int64), starts))[: len(rows)],
         reference=torch.zeros(len(rows), dtype=torch.float64) if sums is None else torch.from_numpy(np.asarray(sums[rows], np.float64)),
     )
+
+
+def rows_of_rank(bin_ids, size: int) -> list[tuple[np.ndarray, bool]]:
+    """[(up to `size` bins, filler)] of this rank, as many on every rank, because every forward is a collective.
+
+    filler: the rank has run out of bins; it takes part with bins that another rank counts.
+    """
+    groups = [bin_ids[start : start + size] for start in range(0, len(bin_ids), size)]
+    places = range(dist.rank(), -(-len(groups) // dist.world_size()) * dist.world_size(), dist.world_size())
+    return [(groups[min(place, len(groups) - 1)], place >= len(groups)) for place in places]
 
 
 def answer_sums(logps: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

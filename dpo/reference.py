@@ -23,7 +23,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Bins, TokenizedDataset
 from dpo import data as pair_data
 from dpo import loss as pair_loss
-from dpo.data import answer_sums, collate_pairs
+from dpo.data import answer_sums, collate_pairs, rows_of_rank
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,11 @@ def key_of(dataset: TokenizedDataset, bins: Bins, model: run.Model, model_args: 
 
 
 def compute_reference(
-    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, key: dict, pad_to: int | None, stop_dir: Path
+    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, key: dict, *, bins_per_row: int, pad_to: int | None, stop_dir: Path
 ) -> np.ndarray | None:
     """Summed log-probability of every example [examples] float64, memory-mapped; None if STOP appeared in `stop_dir` meanwhile.
 
+    Rows are those of training: `bins_per_row` bins, padded to `pad_to` tokens.
     A collective, to be called before anything is loaded into the model. ValueError where `folder` belongs to other data or another model.
     """
     result = folder / "sums.npy"
@@ -74,7 +75,7 @@ def compute_reference(
                 todo = np.array([b for b in range(len(bins)) if not done[bins[b]].all()], np.int64)
     todo = dist.broadcast_object(todo)
     if todo is not None:
-        if not forward_bins(folder, model, dataset, bins, todo, pad_to, stop_dir):
+        if not forward_bins(folder, model, dataset, bins, todo, bins_per_row, pad_to, stop_dir):
             return None
         with dist.main_rank_first() as mine:
             if mine:
@@ -105,7 +106,7 @@ def part_path(folder: Path, rank: int) -> Path:
 
 
 def forward_bins(
-    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, todo: np.ndarray, pad_to: int | None, stop_dir: Path
+    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, todo: np.ndarray, bins_per_row: int, pad_to: int | None, stop_dir: Path
 ) -> bool:
     """Appends the answers' log-probabilities of the bins `todo` to this rank's part. False if STOP appeared."""
     path = part_path(folder, dist.rank())
@@ -116,13 +117,11 @@ def forward_bins(
     bar = dist.progress(len(todo), "reference", "bin")
     stopped = False
     with open(path, "ab") as file, torch.no_grad():
-        for count, first in enumerate(range(0, len(todo), dist.world_size())):
+        for count, (bin_ids, filler) in enumerate(rows_of_rank(todo, bins_per_row)):
             stopped = bool(run.agree(run.stop_requested(stop_dir))[0])
             if stopped:
                 break
-            mine = first + dist.rank()
-            filler = mine >= len(todo)  # every forward is a collective: a rank without a bin left takes part with nothing to learn
-            batch = collate_pairs(dataset, bins, [todo[min(mine, len(todo) - 1)]], None, pad_to=pad_to, zero_weight=filler).to(dist.device())
+            batch = collate_pairs(dataset, bins, bin_ids, None, pad_to=pad_to, zero_weight=filler).to(dist.device())
             packed = batch.packed
             output = model.sharded(packed.model_inputs(), packed.targets, num_tokens=packed.num_tokens)
             if not filler:
@@ -136,7 +135,7 @@ def forward_bins(
                 file.flush()
                 if count % SYNC_EVERY == 0:
                     os.fsync(file.fileno())
-            bar.update(min(dist.world_size(), len(todo) - first))
+            bar.update(min(dist.world_size() * bins_per_row, len(todo) - bar.n))
         os.fsync(file.fileno())
     bar.close()
     model.sharded.train()

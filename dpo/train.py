@@ -23,7 +23,7 @@ from common.data import Bins, Order, TokenizedDataset, collate, describe
 from common.fsdp import ShardedModel
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
-from dpo.data import PairBatch, PairRule, answer_sums, collate_pairs
+from dpo.data import PairBatch, PairRule, answer_sums, collate_pairs, rows_of_rank
 from dpo.loss import LossArguments, Pairs, figure_means, figure_sums, loss_scales, loss_sums
 from dpo.reference import compute_reference, key_of
 
@@ -90,13 +90,12 @@ def forward_backward(
 
 
 @torch.no_grad()
-def evaluate(model: ShardedModel, data: PairData, loss_args: LossArguments, pad_to: int | None) -> dict[str, float]:
+def evaluate(model: ShardedModel, data: PairData, loss_args: LossArguments, bins_per_row: int, pad_to: int | None) -> dict[str, float]:
     """Loss and figures over all pairs of `data`. No pair is dropped: a rank without a bin left runs one of zero weight."""
     model.train(False)
     total = 0
-    for first in range(0, len(data.bins), dist.world_size()):
-        mine = first + dist.rank()
-        batch = data.batch([min(mine, len(data.bins) - 1)], pad_to, zero_weight=mine >= len(data.bins)).to(dist.device())
+    for bin_ids, filler in rows_of_rank(np.arange(len(data.bins)), bins_per_row):
+        batch = data.batch(bin_ids, pad_to, zero_weight=filler).to(dist.device())
         pairs, _ = forward(model, batch)
         counts = torch.stack([batch.weights.sum(), (batch.weights * batch.lengths[0::2]).sum()])
         total = total + torch.cat([counts, loss_sums(pairs, loss_args), figure_sums(pairs, loss_args.beta)])
@@ -141,20 +140,23 @@ def main() -> None:
     order = Order(len(train.bins), args.seed)
     steps_per_epoch = order.steps_per_epoch(bins_per_step)
     total_steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * steps_per_epoch))
-    pad_to = data_args.max_length * args.per_device_train_batch_size if model_args.compile else None
-    one_bin = data_args.max_length if model_args.compile else None
+    bins_per_row = args.per_device_train_batch_size
+    pad_to = data_args.max_length * bins_per_row if model_args.compile else None  # one shape in all passes: nothing compiles twice
     log.info("%d steps of %d bins, %d steps an epoch", total_steps, bins_per_step, steps_per_epoch)
-    first_bin = collate(train.dataset, train.bins, [0], pad_to=one_bin)
-    log.info("a chosen and a rejected answer; what carries loss, between marks:\n%s", describe(first_bin, tokenizer))
+    first_bins = collate(train.dataset, train.bins, range(bins_per_row), pad_to=pad_to)
+    log.info("a chosen and a rejected answer; what carries loss, between marks:\n%s", describe(first_bins, tokenizer))
 
     model = run.build_model(model_args)
-    run.check_packing(model.sharded, first_bin, model_args.compute_dtype)
+    run.check_packing(model.sharded, first_bins, model_args.compute_dtype)
     # Before anything is loaded into the model: the reference is the untrained model, also in a run that is resumed.
     for name, data in (("train", train), ("eval", held_out)):
         if data is None:
             continue
         key = key_of(data.dataset, data.bins, model, model_args, data_args)
-        data.reference = compute_reference(output_dir / "reference" / name, model, data.dataset, data.bins, key, one_bin, output_dir)
+        folder = output_dir / "reference" / name
+        data.reference = compute_reference(
+            folder, model, data.dataset, data.bins, key, bins_per_row=bins_per_row, pad_to=pad_to, stop_dir=output_dir
+        )
         if data.reference is None:
             log.info("%s found: ending; the same command goes on with the reference log-probabilities", run.STOP)
             dist.shutdown()
@@ -223,7 +225,7 @@ def main() -> None:
         progress.update()
 
         if held_out is not None and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
-            values |= evaluate(model.sharded, held_out, loss_args, one_bin)
+            values |= evaluate(model.sharded, held_out, loss_args, bins_per_row, pad_to)
             log.info("step %d eval loss %.4f accuracy %.3f", state.step, values["eval/loss"], values["eval/accuracy"])
         if values:
             metrics.log(state.step, values)
