@@ -92,7 +92,7 @@ class TrainArguments:
     max_skipped_steps: int = option(5, "Stop after so many steps in a row whose loss or gradient is not finite.")
     logging_steps: int = option(1, "A line in metrics.jsonl every so many steps.")
     eval_steps: int | None = option(None, "Evaluate every so many steps. Default: only at the end.")
-    save_steps: int = option(100, "Save a checkpoint every so many steps; one is always saved at the end.")
+    save_steps: int = option(100, "Save a checkpoint every so many steps, and one at the end. 0: never (benchmarks).")
     save_total_limit: int = option(2, "Complete checkpoints to keep.")
     export_final: bool = option(True, "Write final/ in Hugging Face format when training is done.")
     resume: str = option("auto", "auto: newest complete checkpoint of output_dir; none: start anew; or a checkpoint's path.")
@@ -102,7 +102,7 @@ class TrainArguments:
     collective_timeout_minutes: float = option(5.0, "How long ranks wait for each other in the loop before the job ends with stacks.")
 
     def __post_init__(self):
-        positive = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_skipped_steps", "logging_steps", "save_steps")
+        positive = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_skipped_steps", "logging_steps")
         for name in (*positive, "save_total_limit", "setup_timeout_minutes", "collective_timeout_minutes", "num_train_epochs"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive.")
@@ -110,7 +110,7 @@ class TrainArguments:
             raise ValueError(f"eval_steps is {self.eval_steps}; it must be positive.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(f"max_steps is {self.max_steps}; give a positive number, or leave it out to use num_train_epochs.")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+        for name in ("learning_rate", "save_steps", "warmup_steps", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative.")
 

@@ -112,7 +112,7 @@ def run_ours(args, masters: str, work: Path, **options) -> dict:
         "master_dtype": masters,
         "compile": "true",
         "export_final": "false",
-        "save_steps": 1000,
+        "save_steps": 0,
         "data_cache_dir": work / "cache",
     } | options
     command += [f"--{key}={value}" for key, value in options.items()]
