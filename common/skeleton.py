@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.initialization import no_init_weights, no_tie_weights
 
 from common.families import family_of
+from common.fp8 import block_size, without_quantization
 from common.tensor_files import read_config
 
 # model_type -> patterns of parameters that are float32 on disk and must stay so; newer versions of transformers keep them by themselves.
@@ -44,11 +45,12 @@ def cut_config(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
 def load_config(path: str | Path, num_layers: int | None = None) -> PretrainedConfig:
     """The config of the language model in the checkpoint folder `path`, cut to its first `num_layers` layers when given.
 
-    A checkpoint with a vision tower gives its text config: the tower is not part of the model that is trained.
+    A checkpoint with a vision tower gives its text config: the tower is not part of the model that is trained. An FP8 checkpoint gives the
+    config of its bf16 model; what stays FP8 is decided later. ValueError for other kinds of quantised checkpoints.
     """
     raw = read_config(path)
-    if "quantization_config" in raw or "quantization_config" in (raw.get("text_config") or {}):
-        raise ValueError(f"{path}: config.json has a quantization_config; quantised checkpoints cannot be loaded. Use the bf16 one.")
+    block_size(raw, path)  # raises for what cannot be loaded
+    raw = without_quantization(raw)
     if raw.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"{path}: this version of transformers does not know model_type {raw.get('model_type')!r}.")
     if num_layers is not None:

@@ -13,6 +13,8 @@ the rank that reads holds one more, read ahead.
 
 Names come from transformers' own conversion tables. The common case, experts that are separate on disk and fused in memory, is not
 converted but read straight into its place: expert e's gate rows are a contiguous slice of the fused tensor, and so are its up rows.
+
+FP8 weights are model tensors in float8; their scales go beside them under the model name with SCALE_SUFFIX (common/fp8.py).
 """
 
 import ctypes
@@ -36,7 +38,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from common import dist
+from common import dist, fp8
+from common.experts import destinations
 from common.skeleton import build_skeleton, load_config
 from common.tensor_files import Checkpoint, bytes_of, summary
 
@@ -77,6 +80,8 @@ class Converter:
         untouched: checkpoint names that the model has no use for and an export copies (multi-token prediction, vision tower).
         cut: checkpoint names of layers beyond the model's last; they are dropped.
         tied: model name -> name of the model tensor that it shares.
+        scales: checkpoint name of an FP8 weight -> checkpoint name of its scales.
+        block: rows and columns that share one scale; None without FP8 weights.
 
     Raises one ValueError that lists everything that is missing, unexpected or of another shape; nothing but headers has been read by then.
     """
@@ -93,6 +98,8 @@ class Converter:
         self.cut: list[str] = []
         self._filled: dict[str, set[tuple]] = {}  # model name -> (expert, first row) of what its pieces cover; () is all of it
         self._problems: list[str] = []
+        self.block = fp8.block_size(checkpoint.config, checkpoint.path)
+        self.scales = self._find_scales()
         self._map_names()
         self._tie()
         self._check()
@@ -101,13 +108,37 @@ class Converter:
         self._model_name = {disk: name for name in self._meta for disk in self.disk_names(name) if name not in self.tied}
         self.units = self._make_units()
 
+    def _find_scales(self) -> dict[str, str]:
+        scales = {}
+        for disk in self.checkpoint.names:
+            dtype, scale = self.checkpoint.dtype(disk), disk + fp8.SCALE_SUFFIX
+            if dtype.itemsize > 1 or not dtype.is_floating_point:
+                continue
+            if dtype != fp8.DTYPE:
+                self._problems.append(f"dtype: {disk} is {dtype}, which is not supported")
+            elif self.block is None:
+                self._problems.append(f"dtype: {disk} is {dtype}, but config.json has no quantization_config")
+            elif scale not in self.checkpoint:
+                self._problems.append(f"missing: {scale}, the scales of {disk}")
+            else:
+                scales[disk] = scale
+                expected = fp8.grid(self.checkpoint.shape(disk), self.block)
+                if self.checkpoint.shape(scale) != expected:
+                    self._problems.append(
+                        f"shape: {scale} is {list(self.checkpoint.shape(scale))}, {disk} {list(self.checkpoint.shape(disk))} needs {list(expected)}"
+                    )
+                if self.checkpoint.dtype(scale) != torch.float32:
+                    self._problems.append(f"dtype: {scale} is {self.checkpoint.dtype(scale)}, scales are float32")
+        return scales
+
     def _map_names(self) -> None:
+        scale_names = set(self.scales.values())
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix = self.model.base_model_prefix
-        for disk in sorted(self.checkpoint.names, key=dot_natural_key):
+        for disk in sorted(set(self.checkpoint.names) - scale_names, key=dot_natural_key):
             renamed, _ = rename_source_key(disk, renamings, [])
             name, pattern = rename_source_key(renamed, [], converters, prefix, self._meta)
             if name not in self._meta:
@@ -120,9 +151,13 @@ class Converter:
                 self._add_piece(name, disk, ())
             elif (index := self._expert_index(name, renamed, by_pattern[pattern], pattern)) is not None:
                 self._add_piece(name, disk, index)
+            elif disk in self.scales:
+                self._problems.append(f"conversion: {disk} is FP8 and cannot become {name}, which is no placement")
             else:
                 conversion = self._conversions.setdefault(name, Conversion(name, by_pattern[pattern], {}))
                 conversion.patterns[disk] = pattern
+        for aside in (self.untouched, self.cut):  # scales go where their weights go
+            aside.extend([self.scales.pop(disk) for disk in aside if disk in self.scales])
         # Only what matched may be reverted: the table also holds renamings for other forms of the checkpoint, and reverting those adds
         # prefixes that are not on disk.
         self.model._weight_conversions = [entry for entry in mapping if entry.was_used()]
@@ -232,6 +267,8 @@ class Converter:
             pieces = self._pieces[name]
             self._problems.extend(f"missing: {text}" for text in missing_experts(name, meta.shape, pieces))
             dtypes = {self.checkpoint.dtype(disk) for disk in pieces}
+            if dtypes == {fp8.DTYPE, torch.bfloat16}:  # some experts were trained and exported in bf16: all are read as bf16
+                dtypes = {torch.bfloat16}
             if len(dtypes) > 1:
                 self._problems.append(f"mixed: the tensors of {name} have dtypes {', '.join(sorted(map(str, dtypes)))}")
             self._loaded[name] = dtypes.pop()
@@ -262,6 +299,39 @@ class Converter:
             return list(self._conversions[name].patterns)
         return [*self._pieces[name], *self._copies.get(name, ())]
 
+    def scale_shape(self, model_name: str) -> tuple[int, ...]:
+        """Shape of an FP8 model tensor's scales: [m, n], experts [E, m, n], gate and up rows of experts [E, 2, m, n]."""
+        pieces = self._pieces[self.tied.get(model_name, model_name)]
+        disk, index = next(iter(pieces.items()))
+        shape = self.checkpoint.shape(self.scales[disk])
+        if not index:
+            return shape
+        experts = self.shape(model_name)[0]
+        return (experts, *shape) if len(index) == 1 else (experts, len(pieces) // experts, *shape)
+
+    def scale_places(self, model_name: str, scale: Tensor) -> dict[str, Tensor]:
+        """Checkpoint names of an FP8 model tensor's scales -> the views of `scale` (of `scale_shape`) that hold them."""
+        places = {}
+        for disk, index in self._pieces[self.tied.get(model_name, model_name)].items():
+            if len(index) == 2:
+                index = (index[0], index[1].start // (index[1].stop - index[1].start))
+            places[self.scales[disk]] = scale[index]
+        return places
+
+    def read_scales(self, model_names: Iterable[str], stop: threading.Event | None = None) -> dict[str, Tensor]:
+        """Reads the scales of those model tensors that are FP8: {model name + SCALE_SUFFIX: scales}."""
+        scales, places = {}, {}
+        for name in model_names:
+            if self.loaded_dtype(name) == fp8.DTYPE:
+                scale = scales[name + fp8.SCALE_SUFFIX] = torch.empty(self.scale_shape(name))
+                places |= self.scale_places(name, scale)
+        self.checkpoint.read_into(places, stop)
+        return scales
+
+    def pieces(self, model_name: str) -> dict[str, tuple]:
+        """Checkpoint names -> index: model_tensor[index] is that checkpoint tensor. Empty for what is converted in another way."""
+        return self._pieces.get(self.tied.get(model_name, model_name), {})
+
     def read(self, model_names: Iterable[str], stop: threading.Event | None = None) -> dict[str, Tensor]:
         """Reads these model tensors from the checkpoint, on the CPU, in the checkpoint's dtype."""
         tensors, places, copies, conversions = self._allocate(model_names)
@@ -270,7 +340,7 @@ class Converter:
 
     def to_model(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Checkpoint tensors -> model tensors (copies), in the checkpoint's dtype. Every tensor of each model tensor must be there."""
-        names = dict.fromkeys(self._model_name[disk] for disk in tensors)
+        names = dict.fromkeys(self._model_name[disk] for disk in tensors if disk in self._model_name)
         model_tensors, places, copies, conversions = self._allocate(names)
         if absent := [disk for disk in places if disk not in tensors]:
             raise ValueError(f"to make {', '.join(names)}, these are needed as well:{summary(absent)}")
@@ -311,11 +381,23 @@ class Converter:
                 continue
             tensors[name] = torch.empty(self._meta[name].shape, dtype=self._loaded[name])
             places.update({disk: tensors[name][index] for disk, index in self._pieces[name].items()})
+            for disk in self._quantised_pieces(name):
+                places.update({part: self.checkpoint.empty(part) for part in (disk, self.scales[disk])})
             for disk in self._copies.get(name, ()):
                 places[disk], copies[disk] = self.checkpoint.empty(disk), name
         return tensors, places, copies, list(conversions.values())
 
+    def _quantised_pieces(self, name: str) -> list[str]:
+        """FP8 checkpoint tensors of a model tensor that is bf16, because other tensors of it are."""
+        if self._loaded[name] == fp8.DTYPE:
+            return []
+        return [disk for disk in self._pieces[name] if disk in self.scales]
+
     def _complete(self, tensors, places, copies, conversions) -> dict[str, Tensor]:
+        for name, tensor in tensors.items():
+            for disk in self._quantised_pieces(name):
+                weight, scale = places.pop(disk), places.pop(self.scales[disk])
+                tensor[self._pieces[name][disk]] = fp8.dequantise(weight, scale, self.block, tensor.dtype)
         for disk, name in copies.items():
             if not torch.equal(places[disk], tensors[name]):
                 raise ValueError(
@@ -395,12 +477,13 @@ class Loader:
     Unit i comes from the first rank of node i modulo the number of nodes, so that every node's file-system client works. That rank reads
     its next unit in a thread while the others are being sent. All ranks must make the same calls.
 
-    dtype_of: model name -> dtype of the tensor in memory; without it, the dtype that the model declares.
+    dtype_of: model name -> dtype of the tensor in memory; without it, the dtype that the parameter has on meta. FP8 weights stay FP8 where
+    the module has that form (common/fp8.py) and are dequantised elsewhere. Experts that were split are sent part by part.
     """
 
     def __init__(self, converter: Converter, *, dtype_of: Callable[[str], torch.dtype] | None = None):
         self.converter, self.model = converter, converter.model
-        self.dtype_of = dtype_of or converter.dtype
+        self.dtype_of = dtype_of
         self._next = 0
         self._reader: ReadAhead | None = None
         # Module path -> its buffers that are computed, not loaded (rotary frequencies).
@@ -450,7 +533,7 @@ class Loader:
         self._reader = None
         if index < len(self.converter.units):
             names = self.converter.units[index].model_names
-            self._reader = ReadAhead(lambda stop: self.converter.read(names, stop))
+            self._reader = ReadAhead(lambda stop: self.converter.read(names, stop) | self.converter.read_scales(names, stop))
 
     def _load_unit(self, unit: Unit, index: int) -> None:
         source = self.source(index)
@@ -469,7 +552,7 @@ class Loader:
             what = f"{unit.name or 'the root unit'} of {self.converter.checkpoint.path}"
             raise RuntimeError(f"rank {source} could not read {what}: {message}") from failure
         for name in unit.model_names:
-            self._place(name, self._distribute(name, tensors.pop(name, None), source))
+            self._load_tensor(name, tensors.pop(name, None), tensors.pop(name + fp8.SCALE_SUFFIX, None), source)
         for name, shared in self.converter.tied.items():
             if shared in unit.model_names:
                 self._share(name, shared)
@@ -478,21 +561,47 @@ class Loader:
                 self._compute_buffers(path, leaves)
         release_free_memory()
 
-    def _distribute(self, name: str, tensor: Tensor | None, source: int) -> Tensor:
-        """The tensor on this rank's device, in the checkpoint's dtype. Only the source passes one."""
+    def _load_tensor(self, name: str, tensor: Tensor | None, scale: Tensor | None, source: int) -> None:
+        """Sends one model tensor, with its scales if it is FP8, to wherever it lives. Only the source passes tensors."""
+        shape, dtype = self.converter.shape(name), self.converter.loaded_dtype(name)
+        scale_shape = self.converter.scale_shape(name) if dtype == fp8.DTYPE else None
+        for module, leaf, experts in destinations(self.model, name):
+            part = self._distribute(tensor, shape, dtype, experts, source)
+            if scale_shape is None:
+                self._place(name, module, leaf, part)
+                continue
+            part_scale = self._distribute(scale, scale_shape, torch.float32, experts, source)
+            if leaf + fp8.SCALE_SUFFIX in module._buffers:
+                module._buffers[leaf + fp8.SCALE_SUFFIX] = part_scale
+                module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+            else:
+                wanted = self._dtype(name, module, leaf)
+                self._place(name, module, leaf, fp8.dequantise(part, part_scale, self.converter.block, wanted))
+
+    def _distribute(
+        self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, experts: tuple[int, ...] | None, source: int
+    ) -> Tensor:
+        """The tensor, or its rows `experts`, on this rank's device, in the checkpoint's dtype. Only the source passes one."""
+        if experts is not None:
+            shape = (len(experts), *shape[1:])
         if tensor is None:
-            tensor = torch.empty(self.converter.shape(name), dtype=self.converter.loaded_dtype(name), device=dist.device())
+            tensor = torch.empty(shape, dtype=dtype, device=dist.device())
         else:
+            if experts is not None:
+                tensor = tensor[list(experts)]
             tensor = tensor.to(dist.device()).contiguous()
         if dist.world_size() > 1:
             for part in bytes_of(tensor).split(BROADCAST_BYTES):  # as bytes: gloo has no float8
                 torch.distributed.broadcast(part, src=source)
         return tensor
 
-    def _place(self, name: str, tensor: Tensor) -> None:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        tensor = tensor.to(self.dtype_of(name))
+    def _dtype(self, name: str, module: nn.Module, leaf: str) -> torch.dtype:
+        if self.dtype_of is not None:
+            return self.dtype_of(name)
+        return (module._buffers if leaf in module._buffers else module._parameters)[leaf].dtype
+
+    def _place(self, name: str, module: nn.Module, leaf: str, tensor: Tensor) -> None:
+        tensor = tensor.to(self._dtype(name, module, leaf))
         if leaf in module._buffers:
             module._buffers[leaf] = tensor
         else:
