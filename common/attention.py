@@ -74,6 +74,8 @@ def prepare(model: PreTrainedModel) -> None:
             raise ValueError(f"{implementation} ignores which tokens GLM's indexer selects; use {NAME!r}")
         if implementation == NAME:
             module.__class__ = PackedGlmAttention
+            if module.indexer is not None:
+                module.indexer.__class__ = PackedGlmIndexer
 
 
 def segments(cu_seq_lens: Tensor) -> Iterator[tuple[int, int]]:
@@ -264,14 +266,17 @@ class PackedGlmAttention(glm.GlmMoeDsaAttention):
             raise ValueError("packed attention needs cu_seq_lens_q and max_length_q: pass what PackedBatch.model_inputs() gives")
         query_latent, query, key, value = self._project(hidden_states, position_embeddings)
         indices = None
-        if max_length_q <= self.config.index_topk:
+        select = max_length_q > self.config.index_topk
+        if self.indexer is not None:
+            # Called in any case: where it is a sharded unit of its own all ranks must gather it, whatever the length of their rows.
+            with torch.no_grad():
+                selection = self.indexer(hidden_states, query_latent, position_embeddings, cu_seq_lens_q if select else None)
+        if not select:
             packing = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
             dropout = self.attention_dropout if self.training else 0.0
             output, _ = packed_attention(self, query, key, value, scaling=self.scaling, dropout=dropout, **packing)
         else:
-            indices = prev_topk_indices
-            if self.indexer is not None:
-                indices = select_tokens(self.indexer, hidden_states, query_latent, position_embeddings, cu_seq_lens_q)
+            indices = prev_topk_indices if self.indexer is None else selection
             if indices is None:
                 raise ValueError(f"layer {self.layer_idx} shares the selection of an earlier layer, but there is none")
             row = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
@@ -290,6 +295,14 @@ class PackedGlmAttention(glm.GlmMoeDsaAttention):
         query = torch.cat((query_plain, query_rotated), dim=-1)
         key = torch.cat((key_plain, key_rotated.expand(-1, self.num_heads, -1, -1)), dim=-1)
         return query_latent, query, key, value
+
+
+class PackedGlmIndexer(glm.GlmMoeDsaIndexer):
+    """The indexer of PackedGlmAttention. It is called as a module, so that it can be sharded on its own."""
+
+    def forward(self, hidden_states: Tensor, query_latent: Tensor, position_embeddings, cu_seq_lens: Tensor | None) -> Tensor | None:
+        """See select_tokens; None where nothing has to be selected."""
+        return None if cu_seq_lens is None else select_tokens(self, hidden_states, query_latent, position_embeddings, cu_seq_lens)
 
 
 def _matmul_float32(left: Tensor, right: Tensor) -> Tensor:

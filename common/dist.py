@@ -20,6 +20,8 @@ from tqdm import tqdm
 log = logging.getLogger(__name__)
 
 _control: torch_dist.ProcessGroup | None = None
+_neighbours: dict[int, torch_dist.ProcessGroup] = {}
+_setup_timeout: timedelta | None = None
 _stack_file = None  # an open file: faulthandler writes to its descriptor from a signal-safe thread
 _stack_seconds = 0.0
 
@@ -30,11 +32,11 @@ def init(setup_timeout_minutes: float = 60.0) -> None:
     The timeout is long at first, because reading a checkpoint, tokenising and compiling take minutes on one rank while the others wait;
     call `set_timeout` when the training loop starts.
     """
-    global _control
+    global _control, _setup_timeout
     # A hang on 96 GPUs must leave evidence: NCCL keeps its last collectives and dumps them when one times out.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    timeout = timedelta(minutes=setup_timeout_minutes)
+    timeout = _setup_timeout = timedelta(minutes=setup_timeout_minutes)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
@@ -54,6 +56,7 @@ def shutdown() -> None:
         barrier()
         torch_dist.destroy_process_group()
     _control = None
+    _neighbours.clear()
 
 
 def rank() -> int:
@@ -100,7 +103,19 @@ def set_timeout(minutes: float) -> None:
     The control group keeps its long limit: during a save the fastest rank waits for the slowest disk. A rank that died is noticed there
     at once, by its closed connections.
     """
-    torch_dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), torch_dist.group.WORLD)
+    for group in (torch_dist.group.WORLD, *_neighbours.values()):
+        torch_dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
+def group_of_neighbours(ranks: int) -> torch_dist.ProcessGroup:
+    """The group of `ranks` ranks in a row that this rank is in; `ranks` divides the world. A collective."""
+    if ranks not in _neighbours:
+        for first in range(0, world_size(), ranks):
+            members = range(first, first + ranks)
+            group = torch_dist.new_group(list(members), timeout=_setup_timeout)
+            if rank() in members:
+                _neighbours[ranks] = group
+    return _neighbours[ranks]
 
 
 def barrier() -> None:

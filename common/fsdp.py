@@ -1,26 +1,36 @@
-"""What is one FSDP unit, in which dtype; loading and wrapping unit by unit; clipping; gathering one unit.
+"""Loading and sharding unit by unit; clipping; this rank's shards; gathering one unit. What is a unit is decided in common/units.py.
 
-The decoder layer is the unit. Modules that must stay fp32 (GLM's router) are units of their own inside it, because one flat parameter has
-one dtype. The root holds embeddings, final norm and head. A unit is sharded as soon as it is loaded, so no device and no host ever holds
-more than one whole unit. Nothing outside this file knows FSDP types.
+A unit is sharded as soon as it is loaded, so no device and no host ever holds more than one whole unit. Nothing outside this file knows FSDP
+types.
 
 Never `no_sync()`: it would keep the whole model's gradient on every rank. Every micro-batch reduce-scatters into the shard's gradient.
 FSDP averages over ranks: a loss that is a share of a global sum must be multiplied by the world size.
 """
 
+import hashlib
+import inspect
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _flat_param
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from common import dist
+from common import dist, fp8, freeze
+from common.experts import SplitExperts
+from common.families import family_of
 from common.logprobs import LogpModel
+from common.tensor_files import bytes_of
+from common.units import Kind, Options, Plan, Precision, make_plan
 from common.weights import Converter, Loader, Unit
+
+__all__ = ["LocalShard", "Options", "Precision", "ShardedModel", "load_and_shard", "model_name"]
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +38,26 @@ _WRAPPER_PARTS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Dtypes of a trained unit: parameters that the optimizer updates, forward and backward, sums of gradients over ranks."""
-
-    master: torch.dtype = torch.float32
-    compute: torch.dtype = torch.bfloat16
-    reduce: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True)
 class LocalShard:
     """This rank's part of one parameter: `tensor` holds elements offset .. offset + tensor.numel() of the flattened parameter."""
 
     name: str  # as in the Hugging Face model
-    shape: torch.Size  # of the whole parameter
+    shape: torch.Size  # of the whole parameter; where only some experts train, of those experts' rows
     parameter: nn.Parameter  # the object that the optimizer knows
     tensor: torch.Tensor  # [n], a view of the local flat shard
     offset: int
+    experts: tuple[int, ...] | None = None  # the experts whose rows `shape` counts; None: all of the parameter
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One whole parameter, or the rows of it that one unit holds."""
+
+    name: str
+    tensor: torch.Tensor
+    experts: tuple[int, ...] | None  # ids of the rows; None: all of the parameter
+    scale: torch.Tensor | None  # of a parameter that is FP8
+    trained: bool
 
 
 def model_name(wrapped: str) -> str:
@@ -52,44 +65,87 @@ def model_name(wrapped: str) -> str:
     return _WRAPPER_PARTS.sub("", wrapped).removeprefix("model.").rstrip(".")
 
 
-def _wrap(module: nn.Module, precision: Precision | None) -> FullyShardedDataParallel:
-    """One unit. `precision=None`: no casting, for modules that compute in their parameters' own dtype."""
+class _NestedUnit(FullyShardedDataParallel):
+    """A unit inside a checkpointed layer. What the layer's recomputation gathers stays gathered until the unit's backward is over.
+
+    FSDP would free it in between and gather it a third time. Not for experts that were cut into units to be gathered one at a time.
+    """
+
+    stays_gathered = True
+
+    def forward(self, *args, **kwargs):
+        handle = self._handle
+        if handle.uses_sharded_strategy:
+            recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+            keep = recomputing and self.stays_gathered
+            handle._sharding_strategy = _strategy("SHARD_GRAD_OP" if keep else "FULL_SHARD")
+        return super().forward(*args, **kwargs)
+
+
+def _strategy(name: str):
+    return getattr(_flat_param.HandleShardingStrategy, name)
+
+
+def _wrap(
+    module: nn.Module,
+    kind: Kind,
+    precision: Precision,
+    *,
+    frozen_group: ProcessGroup | None = None,
+    replicated: list[nn.Parameter] = (),
+    nested: bool = False,
+) -> FullyShardedDataParallel:
+    """One unit of parameters of one kind."""
     mixed = None
-    if precision is not None:
-        mixed = MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_root_forward_inputs=False)
-    return FullyShardedDataParallel(
+    if not kind.exact:
+        mixed = MixedPrecision(
+            param_dtype=precision.compute,
+            reduce_dtype=precision.reduce,
+            cast_root_forward_inputs=False,
+            cast_forward_inputs=not nested,  # inside a layer activations have the right dtype; GLM's fp32 routing weights must keep it
+        )
+    group = None if kind.trained else frozen_group
+    ranks = dist.world_size() if group is None else group.size()
+    return (_NestedUnit if nested else FullyShardedDataParallel)(
         module,
-        sharding_strategy=ShardingStrategy.FULL_SHARD if dist.world_size() > 1 else ShardingStrategy.NO_SHARD,
+        process_group=group,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if ranks > 1 else ShardingStrategy.NO_SHARD,
         mixed_precision=mixed,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers=True,  # without it the CPU runs ahead and gathers several layers at once
         use_orig_params=True,
         device_id=dist.device(),
+        ignored_states=list(replicated),
     )
 
 
-def parameter_dtype(skeleton: nn.Module, precision: Precision) -> Callable[[str], torch.dtype]:
-    """The dtype in memory of each parameter by name: the master dtype, except modules that the model itself keeps in fp32."""
-    declared = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
-    main_dtype = skeleton.config.dtype
+def patch_fp8_padding() -> None:
+    """Makes FSDP able to shard float8 parameters; calling it again changes nothing. RuntimeError on a torch where FSDP's internals differ.
 
-    def dtype_of(name: str) -> torch.dtype:
-        if name not in declared:  # a buffer: its own dtype
-            return skeleton.get_buffer(name).dtype
-        return torch.float32 if declared[name] == torch.float32 != main_dtype else precision.master
+    FSDP pads parameters to 16 bytes with ones * 42, but float8 has no multiplication. And gloo, which carries tests on CPUs, has no float8.
+    """
+    padding, gather = _flat_param._construct_padding_tensor, FlatParamHandle._all_gather_flat_param
+    if hasattr(padding, "is_patched"):
+        return
+    found = [list(inspect.signature(function).parameters) for function in (padding, gather)]
+    if found != [["padding_numel", "dtype", "requires_grad", "device"], ["self", "padded_unsharded_flat_param"]]:
+        raise RuntimeError(f"FSDP of torch {torch.__version__} pads and gathers in another way ({found}): FP8 weights cannot be sharded with it.")
 
-    return dtype_of
+    def construct_padding_tensor(padding_numel, dtype, requires_grad, device):
+        if dtype == fp8.DTYPE:
+            return torch.zeros(padding_numel, dtype=torch.bfloat16, device=device).to(dtype)
+        return padding(padding_numel, dtype, requires_grad, device)
 
+    def all_gather_flat_param(self, padded_unsharded_flat_param):
+        shard = self.flat_param.data
+        if shard.dtype != fp8.DTYPE or not shard.is_cpu:
+            return gather(self, padded_unsharded_flat_param)
+        dist.all_gather_flat(padded_unsharded_flat_param.view(torch.uint8), shard.view(torch.uint8), self.process_group)
+        return padded_unsharded_flat_param
 
-def _kept_float32(layer: nn.Module, main_dtype: torch.dtype) -> list[str]:
-    """Submodules whose own parameters the model keeps in fp32 although it is in another dtype (GLM's router)."""
-    if main_dtype == torch.float32:
-        return []
-    return [
-        name
-        for name, module in layer.named_modules()
-        if name and any(p.dtype == torch.float32 for p in module.parameters(recurse=False))
-    ]
+    construct_padding_tensor.is_patched = True
+    _flat_param._construct_padding_tensor = construct_padding_tensor
+    FlatParamHandle._all_gather_flat_param = all_gather_flat_param
 
 
 class ShardedModel:
@@ -98,17 +154,21 @@ class ShardedModel:
     Call it like `LogpModel`: `outputs = model(inputs, targets)`. Every call is a collective: all ranks call equally often.
     """
 
-    def __init__(self, root: FullyShardedDataParallel, units: list[Unit], config):
+    def __init__(self, root: FullyShardedDataParallel, converter: Converter, config, plan: Plan, replicated: dict[str, nn.Parameter]):
         self.root = root
-        self.units = units
+        self.converter = converter
+        self.units = converter.units
         self.config = config
-        owner = {name: index for index, unit in enumerate(units) for name in unit.model_names}
+        self.plan = plan
+        self.replicated = replicated  # frozen parameters that every rank holds whole, by name
+        owner = {name: index for index, unit in enumerate(self.units) for name in unit.model_names}
         # {unit index: [(prefix of the names, FSDP module)]}: a layer with nested units has several.
-        self._parts: dict[int, list[tuple[str, FullyShardedDataParallel]]] = {index: [] for index in range(len(units))}
+        self._parts: dict[int, list[tuple[str, FullyShardedDataParallel]]] = {index: [] for index in range(len(self.units))}
         for path, module in root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-                first = model_name(f"{path}.{module._handle.flat_param._fqns[0]}" if path else module._handle.flat_param._fqns[0])
-                self._parts[owner[first]].append((path, module))
+                first = self._names(path, module)[0]
+                self._parts[owner[plan.origins[first].name if first in plan.origins else first]].append((path, module))
+        self._frozen_hashes: dict[str, str] = {}
 
     def __call__(self, *args, **kwargs):
         return self.root(*args, **kwargs)
@@ -120,49 +180,122 @@ class ShardedModel:
         return [model_name(f"{path}.{fqn}" if path else fqn) for fqn in module._handle.flat_param._fqns]
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """This rank's part of every parameter that has elements here, unit by unit. No communication, no copy."""
+        """This rank's part of every sharded parameter that has elements here, unit by unit. No communication, no copy."""
         for parts in self._parts.values():
             for path, module in parts:
                 flat = module._handle.flat_param
                 shard = getattr(flat, "_local_shard", flat)  # set at the first forward; before it `flat` itself is the shard
                 rows = zip(self._names(path, module), flat._shapes, flat._params, flat._shard_param_infos, strict=True)
                 for name, shape, parameter, info in rows:
-                    if info.in_shard:
-                        tensor = shard.detach()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-                        yield LocalShard(name, torch.Size(shape), parameter, tensor, info.intra_param_start_idx)
+                    if not info.in_shard:
+                        continue
+                    tensor = shard.detach()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+                    offset, origin = info.intra_param_start_idx, self.plan.origins.get(name)
+                    if origin is None:
+                        yield LocalShard(name, torch.Size(shape), parameter, tensor, offset)
+                    else:
+                        offset += origin.first * torch.Size(shape[1:]).numel()
+                        whole = torch.Size([len(origin.experts), *shape[1:]])
+                        yield LocalShard(origin.name, whole, parameter, tensor, offset, origin.experts)
 
     def trained_shards(self) -> list[LocalShard]:
         return [shard for shard in self.local_shards() if shard.parameter.requires_grad]
 
-    def trained_names(self) -> set[str]:
-        """Names of all parameters that train, the same on every rank."""
-        names = set()
+    def _trained_inner_names(self) -> Iterator[str]:
         for parts in self._parts.values():
             for path, module in parts:
-                flat = module._handle.flat_param
-                names |= {n for n, p in zip(self._names(path, module), flat._params, strict=True) if p.requires_grad}
-        return names
+                names, parameters = self._names(path, module), module._handle.flat_param._params
+                yield from (name for name, parameter in zip(names, parameters, strict=True) if parameter.requires_grad)
+
+    def trained_names(self) -> set[str]:
+        """Names of all parameters that train, whole or in part, the same on every rank."""
+        return set(self.trained_experts())
+
+    def trained_experts(self) -> dict[str, tuple[int, ...] | None]:
+        """Names of all parameters that train -> ids of the experts that do, or None: all of the parameter."""
+        origins = self.plan.origins
+        return {
+            (origins[name].name if name in origins else name): (origins[name].experts if name in origins else None)
+            for name in self._trained_inner_names()
+        }
 
     @torch.no_grad()
-    def gather_unit(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole parameters of one unit by name, on this rank's device: a collective. Persistent buffers are included.
+    def gather_parts(self, index: int, dtype: torch.dtype | None = None, trained_only: bool = False) -> Iterator[Gathered]:
+        """Whole parameters of one unit, one of its FSDP units in memory at a time, on this rank's device: a collective.
 
-        `dtype`: cast the shard before the gather, so that network and memory carry e.g. bf16 instead of fp32 masters. Parts that the model
-        keeps in another dtype than the masters (an fp32 router) are not cast.
+        FP8 parameters come as they are, with their scales. `dtype`: shards are cast before the gather, so that network and memory carry
+        e.g. bf16 instead of fp32 masters; parameters that compute in their own dtype (an fp32 router, FP8 weights) are not.
         """
-        named = {}
         for path, module in self._parts[index]:
             handle = module._handle
             flat = handle.flat_param
+            if trained_only and not flat.requires_grad:
+                continue
             shard = getattr(flat, "_local_shard", flat).detach()
-            if dtype is not None and handle._fwd_bwd_param_dtype != torch.float32:
+            if dtype is not None and shard.dtype != fp8.DTYPE and handle._fwd_bwd_param_dtype != torch.float32:
                 shard = shard.to(dtype)
             whole = torch.empty(shard.numel() * handle.world_size, dtype=shard.dtype, device=shard.device)
-            dist.all_gather_flat(whole, shard.contiguous(), handle.process_group)
+            dist.all_gather_flat(bytes_of(whole), bytes_of(shard.contiguous()), handle.process_group)
             views = handle._get_unflat_views(whole[: flat._unpadded_unsharded_size.numel()])
-            named |= dict(zip(self._names(path, module), views, strict=True))
-        named |= {name: buffer for name, buffer in self._buffers() if name in set(self.units[index].model_names)}
-        return named
+            for name, view, info in zip(self._names(path, module), views, flat._param_infos, strict=True):
+                origin = self.plan.origins.get(name)
+                scale = getattr(info.module, info.param_name + fp8.SCALE_SUFFIX) if view.dtype == fp8.DTYPE else None
+                yield Gathered(origin.name if origin else name, view, origin and origin.ids, scale, flat.requires_grad)
+
+    def gather_unit(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Whole parameters of one unit by name, on this rank's device: a collective. Persistent buffers are included.
+
+        FP8 parameters are dequantised to bf16, or to `dtype`; for the rest of what `dtype` means see `gather_parts`.
+        """
+        named: dict[str, torch.Tensor] = {}
+        for part in self.gather_parts(index, dtype):
+            tensor = part.tensor
+            if part.scale is not None:
+                tensor = fp8.dequantise(tensor, part.scale, self.converter.block, dtype or torch.bfloat16)
+            if part.experts is None:
+                named[part.name] = tensor
+                continue
+            whole = named.get(part.name)
+            if whole is None:
+                whole = tensor.new_empty(self.converter.shape(part.name))
+            whole = whole.to(torch.promote_types(whole.dtype, tensor.dtype))
+            whole[list(part.experts)] = tensor.to(whole.dtype)
+            named[part.name] = whole
+        wanted = set(self.units[index].model_names)
+        for name, parameter in self.replicated.items():
+            if name in wanted:
+                named[name] = parameter.detach().to(dtype or self.converter.dtype(name))
+        return named | {name: buffer for name, buffer in self._buffers() if name in wanted}
+
+    def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for shard in self.local_shards():
+            if not shard.parameter.requires_grad:
+                yield f"{shard.name} from element {shard.offset}{'' if shard.experts is None else ' of the frozen experts'}", shard.tensor
+        yield from self.replicated.items()
+        for path, module in self.root.named_modules():
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                    yield model_name(f"{path}.{leaf}"), buffer
+
+    def remember_frozen(self) -> None:
+        """Takes the fingerprints that `check_frozen` compares with: sha256 of all that does not train on this rank, buffers included."""
+        self._frozen_hashes = {name: _sha256(tensor) for name, tensor in self._frozen_tensors()}
+
+    def check_frozen(self) -> tuple[int, int]:
+        """Compares what does not train with `remember_frozen`. Returns (tensors, bytes) on this rank; RuntimeError names what changed.
+
+        Calls no collective, so that it can run wherever a run ends; every rank checks its own shards."""
+        changed, count, size = [], 0, 0
+        for name, tensor in self._frozen_tensors():
+            count, size = count + 1, size + tensor.numel() * tensor.element_size()
+            if self._frozen_hashes.get(name) != _sha256(tensor):
+                changed.append(name)
+        if changed or count != len(self._frozen_hashes):
+            raise RuntimeError(
+                f"rank {dist.rank()}: {len(changed)} tensors that must not train are not what was loaded: {', '.join(changed[:20])}. "
+                "Do not use this run's checkpoints."
+            )
+        return count, size
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.root.named_buffers():
@@ -185,6 +318,13 @@ class ShardedModel:
         return norm
 
 
+def _sha256(tensor: torch.Tensor, chunk: int = 64 << 20) -> str:
+    digest = hashlib.sha256()
+    for part in bytes_of(tensor.detach().contiguous()).split(chunk):
+        digest.update(memoryview(part.cpu().numpy()))
+    return digest.hexdigest()
+
+
 def load_and_shard(
     model: nn.Module,
     converter: Converter,
@@ -193,42 +333,129 @@ def load_and_shard(
     wrap_root: Callable[[nn.Module], LogpModel],
     gradient_checkpointing: bool = True,
     compile_layers: bool = False,
-    never_trained: tuple[str, ...] = (),
+    options: Options | None = None,
 ) -> ShardedModel:
     """Fills the meta `model` from its checkpoint and shards it, unit by unit. A collective.
 
-    `wrap_root` puts the loaded model into the module whose forward the loop calls.
+    `wrap_root` puts the loaded model into the module whose forward the loop calls. `options`: what trains and how the rest is kept; without
+    it everything trains that the family allows.
     """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in never_trained))
-    main_dtype = model.config.dtype
-    kept = {unit.name: _kept_float32(model.get_submodule(unit.module_path), main_dtype) for unit in converter.units if unit.name}
-    loader = Loader(converter, dtype_of=parameter_dtype(model, precision))
+    if options is None:
+        family = family_of(model.config)
+        options = Options(freeze.select(model, family), family)
+    plan = make_plan(model, converter, precision, options)
+    if any(parameter.dtype == fp8.DTYPE for parameter in model.parameters()):
+        patch_fp8_padding()
+    frozen_group = _frozen_group(options.frozen_shard_ranks)
+    if options.frozen_shard_ranks is not None:
+        check_fit(model, plan, options.frozen_shard_ranks, precision)
+    replicated: dict[str, nn.Parameter] = {}
+    loader = Loader(converter)
     bar = dist.progress(len(converter.units), "loading", "unit")
-    for unit in converter.units:
+    for number, unit in enumerate(converter.units):
         loader.load_unit(unit)
         bar.update()
         if not unit.name:
             continue
         layer = model.get_submodule(unit.module_path)
-        for path in kept[unit.name]:
-            _replace(layer, path, _wrap(layer.get_submodule(path), None))
-        if compile_layers:
-            layer.compile()  # inside checkpointing: a graph break inside a compiled checkpoint leaves the whole layer uncompiled
-        if gradient_checkpointing:
-            layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
-        _replace(model, unit.module_path, _wrap(layer, precision))
+        replicated |= {name: model.get_parameter(name) for name in plan.replicated if name.startswith(unit.module_path + ".")}
+        layer = _shard_layer(layer, number, unit.name, plan, precision, options, frozen_group, gradient_checkpointing, compile_layers)
+        _replace(model, unit.module_path, layer)
     loader.finish()
     bar.close()
-    root = _wrap(wrap_root(model), precision)
-    sharded = ShardedModel(root, converter.units, model.config)
-    layers = sum(1 for unit in converter.units if unit.name)
-    elements = torch.tensor([sum(s.tensor.numel() for s in sharded.local_shards())], dtype=torch.int64, device=dist.device())
-    log.info(
-        "sharded %d layers and the root over %d ranks: %.3f B parameters, %s masters, %s compute",
-        layers, dist.world_size(), dist.all_sum(elements).item() / 1e9, precision.master, precision.compute,
-    )  # fmt: skip
+    root_replicated = {name: model.get_parameter(name) for name in plan.replicated - set(replicated)}
+    replicated |= root_replicated
+    root = _wrap(wrap_root(model), plan.kinds[""], precision, frozen_group=frozen_group, replicated=replicated.values())
+    sharded = ShardedModel(root, converter, model.config, plan, replicated)
+    _log_summary(sharded, precision)
     return sharded
+
+
+def _shard_layer(layer, number, name, plan, precision, options, frozen_group, gradient_checkpointing, compile_layers) -> nn.Module:
+    """One loaded decoder layer, ready to be called: units nested in it, what backward leaves out, checkpointing, its own unit."""
+    selection = options.selection
+    below = selection.lowest_layer is None or number < selection.lowest_layer
+    checkpointed = gradient_checkpointing and not below
+    for module in layer.modules():
+        if isinstance(module, fp8.Fp8Experts):
+            module.keeps_fp8_for_backward = not checkpointed
+    moe_path = options.family.experts.rpartition(".")[0]
+    if options.detach_moe_output and getattr(getattr(layer, moe_path, None), "experts", None) is not None:
+        # Inside the unit: a hook outside of it would leave all its gathers in backward.
+        freeze.run_without_graph(layer.get_submodule(moe_path))
+    if below:
+        freeze.run_without_graph(layer)
+    replicated = [parameter for parameter_name, parameter in layer.named_parameters() if f"{name}.{parameter_name}" in plan.replicated]
+    for path, kind in plan.nested[name]:
+        unit = _wrap(layer.get_submodule(path), kind, precision, frozen_group=frozen_group, replicated=replicated, nested=True)
+        owner = layer.get_submodule(path.rpartition(".")[0])
+        unit.stays_gathered = not (plan.cut_experts and isinstance(owner, SplitExperts))
+        _replace(layer, path, unit)
+    if compile_layers:
+        layer.compile()  # inside checkpointing: a graph break inside a compiled checkpoint leaves the whole layer uncompiled
+    if checkpointed:
+        layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+    wrapped = _wrap(layer, plan.kinds[name], precision, frozen_group=frozen_group, replicated=replicated)
+    if number == selection.lowest_layer and not selection.embeddings:
+        freeze.stop_gradient_at_input(wrapped)
+    return wrapped
+
+
+def _frozen_group(ranks: int | None) -> ProcessGroup | None:
+    """The group of `ranks` neighbouring ranks that this rank is in; None: all ranks. A collective."""
+    if ranks is None or ranks == dist.world_size():
+        return None
+    if ranks < 1 or dist.world_size() % ranks:
+        raise ValueError(f"frozen_shard_group: {ranks} ranks do not divide the {dist.world_size()} ranks of this run")
+    return dist.group_of_neighbours(ranks)
+
+
+def check_fit(model: nn.Module, plan: Plan, ranks: int, precision: Precision, capacity: int | None = None) -> None:
+    """ValueError, with figures, when frozen weights sharded over `ranks` ranks leave no room on a device of `capacity` bytes.
+
+    Counted are what stays in memory: frozen weights, trained ones with gradient and moments, the largest layer gathered. Activations are not.
+    """
+    if capacity is None:
+        capacity = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else _host_memory() // dist.local_world_size()
+    frozen, trained, layers = 0, 0, {}
+    state_bytes = 4 + 4 + 8 if precision.master == torch.float32 else 2 + 2 + 4
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel() * state_bytes
+        else:
+            frozen += parameter.numel() * parameter.element_size()
+        layer = re.match(r".*?\.\d+\.", name)
+        layers[layer and layer[0]] = layers.get(layer and layer[0], 0) + parameter.numel() * precision.compute.itemsize
+    needed = {
+        f"frozen weights over {ranks} ranks": frozen / ranks,
+        f"trained weights, gradients and moments over {dist.world_size()} ranks": trained / dist.world_size(),
+        "the largest gathered layer": max(layers.values()),
+    }
+    if sum(needed.values()) > capacity:
+        figures = " + ".join(f"{size / 2**30:.1f} GiB {what}" for what, size in needed.items())
+        raise ValueError(
+            f"frozen_shard_group: {ranks} does not fit: {figures} = {sum(needed.values()) / 2**30:.1f} GiB before activations, a device has "
+            f"{capacity / 2**30:.1f} GiB. Shard frozen weights over more ranks (frozen_shard_group: world)."
+        )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _log_summary(sharded: ShardedModel, precision: Precision) -> None:
+    layers = sum(1 for unit in sharded.units if unit.name)
+    nested = sum(len(units) for units in sharded.plan.nested.values())
+    counts = torch.zeros(2, dtype=torch.float64, device=dist.device())  # trained, frozen bytes
+    for shard in sharded.local_shards():
+        counts[0] += shard.tensor.numel() if shard.parameter.requires_grad else 0
+        counts[1] += 0 if shard.parameter.requires_grad else shard.tensor.numel() * shard.tensor.element_size()
+    trained, frozen = dist.all_sum(counts).tolist()
+    log.info(
+        "sharded %d layers, %d units nested in them and the root over %d ranks: %.3f B parameters train (%s masters, %s compute), "
+        "frozen ones take %.2f GiB on all ranks together",
+        layers, nested, dist.world_size(), trained / 1e9, precision.master, precision.compute, frozen / 2**30,
+    )  # fmt: skip
 
 
 def _replace(parent: nn.Module, path: str, module: nn.Module) -> None:

@@ -120,7 +120,6 @@ def build_model(args: ModelArguments) -> Model:
         wrap_root=lambda model: LogpModel(model, router_stats=router_stats, compile=args.compile),
         gradient_checkpointing=args.gradient_checkpointing,
         compile_layers=args.compile,
-        never_trained=family.never_trained,
     )
     with dist.main_rank_first() as mine:
         identity = checkpoint.fingerprint(path) if mine else ""

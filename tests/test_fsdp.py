@@ -28,7 +28,6 @@ def build(path: str, compute: torch.dtype = torch.float32, master: torch.dtype =
         Converter(skeleton, Checkpoint(path)),
         Precision(master, compute),
         wrap_root=lambda model: LogpModel(model, router_stats=stats),
-        never_trained=family.never_trained,
         **options,
     )
 

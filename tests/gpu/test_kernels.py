@@ -259,6 +259,7 @@ def glm_attention(**options):
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     layer.__class__ = attention.PackedGlmAttention
+    layer.indexer.__class__ = attention.PackedGlmIndexer
     layer = layer.to(DEVICE, torch.bfloat16)
     rotary = attention.glm.GlmMoeDsaRotaryEmbedding(config).to(DEVICE)
 
