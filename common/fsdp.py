@@ -171,7 +171,18 @@ class ShardedModel:
         self._frozen_hashes: dict[str, str] = {}
 
     def __call__(self, *args, **kwargs):
-        return self.root(*args, **kwargs)
+        output = self.root(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._free_root()
+        return output
+
+    def _free_root(self) -> None:
+        """FSDP keeps the root's parameters whole for a backward that does not come: they would hold memory, and the next forward would
+        not see what a resume has meanwhile written into the shards."""
+        handle = self.root._handle
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(True)
+            handle.post_reshard()
 
     def train(self, mode: bool = True) -> None:
         self.root.train(mode)
