@@ -18,11 +18,10 @@ import numpy as np
 import torch
 import transformers
 
-from common import attention, dist, fsdp, logprobs, run
+from common import attention, config, dist, fp8, fsdp, logprobs, run
 from common.config import DataArguments, ModelArguments
 from common.data import Bins, TokenizedDataset
 from dpo import data as pair_data
-from dpo import loss as pair_loss
 from dpo.data import answer_sums, collate_pairs, rows_of_rank
 
 log = logging.getLogger(__name__)
@@ -30,10 +29,13 @@ log = logging.getLogger(__name__)
 RECORD = np.dtype([("example", "<i8"), ("logps", "<f8"), ("tokens", "<i8")])
 SYNC_EVERY = 100  # bins of a rank between two flushes to disk; a killed process loses none, a machine that dies up to this many
 
+# Options of the model that leave its log-probabilities as they are; the path does not count, the weights' fingerprint does.
+NO_CHANGE = ("model_name_or_path", "gradient_checkpointing", "load_balancing_coef")
+
 
 def code_fingerprint() -> str:
     """Hash of the code that decides the numbers."""
-    sources = [Path(module.__file__) for module in (attention, fsdp, logprobs, pair_data, pair_loss)] + [Path(__file__)]
+    sources = [Path(module.__file__) for module in (attention, fp8, fsdp, logprobs, pair_data)] + [Path(__file__)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
@@ -45,11 +47,7 @@ def key_of(dataset: TokenizedDataset, bins: Bins, model: run.Model, model_args: 
         "packing": data_args.packing,
         "bins": hashlib.sha256(bins.rows.tobytes() + bins.offsets.tobytes()).hexdigest(),
         "model": model.base.fingerprint,
-        "debug_num_layers": model.base.num_layers,
-        "master_dtype": model_args.master_dtype,
-        "compute_dtype": model_args.compute_dtype,
-        "attn_implementation": model_args.attn_implementation,
-        "compile": model_args.compile,
+        **{name: value for name, value in config.resolved(model_args).items() if name not in NO_CHANGE},
         "device": dist.device().type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -229,7 +229,7 @@ def main() -> None:
             log.info("step %d eval loss %.4f accuracy %.3f", state.step, values["eval/loss"], values["eval/accuracy"])
         if values:
             metrics.log(state.step, values)
-        if last or state.step % args.save_steps == 0:
+        if args.save_steps and (last or state.step % args.save_steps == 0):
             run.save(output_dir, args, model, optimizer, state, data_identity)
         if values:
             performance.restart()  # evaluation and saving do not count as training time

@@ -1,0 +1,354 @@
+"""Preference optimisation from rows to exported model: first loss of every family, reference, invariance, stop and resume, learning."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import dist, run
+from common.config import DataArguments, ModelArguments
+from common.fsdp import ShardedModel
+from common.optim import AdamW
+from common.tiny import FAMILIES
+from dpo import reference as reference_module
+from dpo.data import PairRule
+from dpo.loss import LossArguments, loss_scales
+from dpo.reference import RECORD, check_key, compute_reference, key_of, part_path, read_parts
+from dpo.train import DPOTrainArguments, PairData, check_reference, forward_backward, micro_batches
+from tests.conftest import ROOT, read_metrics
+
+WORDS = "river stone cedar meadow lantern harvest engine rubber cable static bolt gravel".split()
+
+
+def write_pairs(file: Path, count: int, seed: int) -> Path:
+    """The rule to learn: the preferred answer repeats the word of the question, the other one says another word."""
+    draw = random.Random(seed)
+    with open(file, "w") as stream:
+        for _ in range(count):
+            right, wrong = draw.sample(WORDS, 2)
+            stream.write(json.dumps({"prompt": [{"role": "user", "content": f"{right} {right}"}], "chosen": right, "rejected": wrong}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", 48, seed=0)
+
+
+def built(model_dir, file, output, packing: bool = True, max_length: int = 256, **model_options) -> tuple[run.Model, PairData, dict]:
+    """Model, pairs and the key of their reference, as the loop makes them."""
+    options = {"compute_dtype": "float32", "attn_implementation": "packed"} | model_options
+    model_args = ModelArguments(model_name_or_path=str(model_dir), **options)
+    data_args = DataArguments(train_files=[str(file)], max_length=max_length, packing=packing, data_workers=1)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    data = PairData(*run.load_data(data_args.train_files, tokenizer, data_args, Path(output), PairRule()))
+    model = run.build_model(model_args)
+    return model, data, key_of(data.dataset, data.bins, model, model_args, data_args)
+
+
+def with_reference(model: run.Model, data: PairData, key: dict, output) -> PairData:
+    folder = Path(output) / "reference"
+    data.reference = compute_reference(folder, model, data.dataset, data.bins, key, bins_per_row=1, pad_to=None, stop_dir=Path(output))
+    return data
+
+
+def window_gradients(model: run.Model, data: PairData, loss_args: LossArguments, window, accumulation: int, size: int = 1):
+    """(losses, figures) of one window of bins, gradients left in the shards; the denominators are those of all ranks."""
+    args = DPOTrainArguments(output_dir="unused", gradient_accumulation_steps=accumulation, per_device_train_batch_size=size)
+    batches = micro_batches(data, list(window), args, None)
+    pair_weight, chosen_tokens = run.agree(sum(b.weights.sum().item() for b in batches), sum(b.chosen_tokens for b in batches))
+    scales = loss_scales(loss_args, pair_weight, chosen_tokens, dist.device())
+    losses, figures, _, _ = forward_backward(model.sharded, batches, scales, loss_args, 0.0)
+    return losses.tolist(), figures
+
+
+def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """Every trained parameter's gradient, flattened, from the shards of all ranks."""
+    parts = [(s.name, s.offset, s.shape.numel(), s.parameter.grad.reshape(-1)[: s.tensor.numel()].clone()) for s in model.trained_shards()]
+    gradients = {}
+    for name, offset, total, part in (part for rank in dist.gather_objects(parts) for part in rank):
+        gradients.setdefault(name, torch.zeros(total))[offset : offset + len(part)] = part
+    return gradients
+
+
+# ---- step 0 of every family
+
+
+def first_steps(folders: dict[str, str], file: str, output: str) -> dict:
+    """{family: (losses of three steps on one window, figures of the first, reference sums before and after)}."""
+    results = {}
+    for family, folder in folders.items():
+        model, data, key = built(folder, file, f"{output}/{family}", **({"compute_dtype": "bfloat16"} if family == "bfloat16" else {}))
+        data = with_reference(model, data, key, f"{output}/{family}")
+        before = np.array(data.reference)
+        args = DPOTrainArguments(output_dir=output, learning_rate=1e-3)
+        optimizer = AdamW(model.sharded.trained_shards(), ModelArguments(model_name_or_path=folder), args)
+        losses, figures = [], []
+        for _ in range(3):
+            loss, means = window_gradients(model, data, LossArguments(), range(2), 1)
+            losses.append(loss[0])
+            figures.append(means)
+            optimizer.step(1e-3)
+            optimizer.zero_grad()
+        results[family] = losses, figures, before, np.array(np.load(f"{output}/{family}/reference/sums.npy"))
+    return results
+
+
+@pytest.fixture(scope="module")
+def steps_of_families(tiny_dir, run_ranks, pairs_file, tmp_path_factory):
+    folders = {family: str(tiny_dir(family)) for family in FAMILIES}
+    folders["bfloat16"] = folders["qwen3_moe"]
+    return run_ranks(2, first_steps, folders, str(pairs_file), str(tmp_path_factory.mktemp("families")))[0]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bfloat16"])
+def test_first_loss_is_ln_2_and_then_it_learns(steps_of_families, family):
+    losses, figures, _, _ = steps_of_families[family]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6 if family != "bfloat16" else 1e-3)
+    assert abs(figures[0]["margin"]) < (1e-5 if family != "bfloat16" else 5e-3)
+    assert losses[2] < losses[1] < losses[0] - 1e-3
+    assert figures[2]["margin"] > 0.01 and figures[2]["accuracy"] > figures[0]["accuracy"]
+
+
+def answer_logps(model_dir, dataset) -> np.ndarray:
+    """Summed log-probability of every example's answer by plain transformers, one sequence at a time, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    sums = []
+    with torch.no_grad():
+        for index in range(len(dataset)):
+            ids, mask = (torch.from_numpy(np.array(part)) for part in dataset.example(index))
+            logps = model(input_ids=ids.long()[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids.long()[1:, None])[:, 0]
+            sums.append(logps[mask[1:]].sum().item())
+    return np.array(sums)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "glm_moe_dsa"])
+def test_reference_is_that_of_plain_transformers(steps_of_families, tiny_dir, pairs_file, tmp_path, family):
+    _, _, before, after = steps_of_families[family]
+    data_args = DataArguments(train_files=[str(pairs_file)], max_length=256, data_workers=1)
+    dataset, _ = run.load_data([str(pairs_file)], AutoTokenizer.from_pretrained(tiny_dir(family)), data_args, tmp_path, PairRule())
+    assert before == pytest.approx(answer_logps(tiny_dir(family), dataset), abs=2e-3)
+    assert np.array_equal(before, after)
+
+
+# ---- gradients do not depend on ranks, accumulation and packing
+
+
+LOSSES = LossArguments(loss_type=["sigmoid", "ipo", "sft"], loss_weights=[1.0, 1e-4, 0.3])
+
+
+def gradients_of_layouts(folder: str, file: str, output: str) -> dict:
+    """{layout: (losses, figures, gradients)} of the same pairs."""
+    results = {}
+    model, data, key = built(folder, file, output, max_length=512)
+    data = with_reference(model, data, key, output)
+    # The loss of an untrained policy is flat in places; another reference moves every pair off the start.
+    offsets = np.random.default_rng(0).normal(0, 5, len(data.dataset))
+    data.reference = np.array(data.reference) + offsets
+    bins = len(data.bins)
+    assert bins % 4 == 0, bins
+    for size in (1, 2):
+        results[f"packed, {size} bins a row"] = *window_gradients(model, data, LOSSES, range(bins), bins // size // dist.world_size(), size), whole_gradients(model.sharded)
+        for parameter in model.sharded.root.parameters():
+            parameter.grad = None
+    single = PairData(data.dataset, type(data.bins)(np.arange(len(data.dataset)), np.arange(0, len(data.dataset) + 1, 2)), data.reference)
+    results["a pair a row"] = *window_gradients(model, single, LOSSES, range(len(single.bins)), len(single.bins) // dist.world_size()), whole_gradients(model.sharded)
+    return results
+
+
+def test_gradients_do_not_depend_on_ranks_accumulation_and_packing(tiny_dir, run_ranks, tmp_path):
+    folder, file = str(tiny_dir("qwen3_moe")), str(write_pairs(tmp_path / "pairs.jsonl", 72, seed=5))
+    layouts = {}
+    for ranks in (1, 2):
+        layouts |= {f"{ranks} ranks, {name}": value for name, value in run_ranks(ranks, gradients_of_layouts, folder, file, str(tmp_path / str(ranks)))[0].items()}
+    expected_losses, expected_figures, expected = layouts["1 ranks, a pair a row"]
+    assert len(layouts) == 6 and all(gradient.abs().max() > 0 for name, gradient in expected.items() if "embed" in name)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, (losses, figures, gradients) in layouts.items():
+        assert losses == pytest.approx(expected_losses, rel=1e-5), name
+        assert figures == pytest.approx(expected_figures, rel=1e-4, abs=1e-5), name
+        assert gradients.keys() == expected.keys()
+        worst = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
+        assert worst < 1e-4 * largest, (name, worst, largest)
+
+
+# ---- nothing of the size tokens x vocabulary
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def largest_tensor_of_a_step(folder: str, file: str, output: str) -> tuple[int, int]:
+    model, data, key = built(folder, file, output, max_length=2048)
+    data = with_reference(model, data, key, output)
+    tokens = data.batch([0], None).packed.num_tokens
+    window_gradients(model, data, LossArguments(), [0], 1)  # FSDP sets up its storage in the first pass
+    with LargestTensor() as largest:
+        window_gradients(model, data, LossArguments(loss_type=["sigmoid", "sft"]), [0], 1)
+    return largest.elements, tokens
+
+
+def test_no_tensor_of_tokens_times_vocabulary(tiny_dir, run_ranks, tmp_path):
+    vocabulary = 8192  # large beside everything else in the model
+    folder = tiny_dir("qwen3_moe", vocab_size=vocabulary, num_hidden_layers=1)
+    file = write_pairs(tmp_path / "pairs.jsonl", 60, seed=2)
+    elements, tokens = run_ranks(1, largest_tensor_of_a_step, str(folder), str(file), str(tmp_path / "run"))[0]
+    assert tokens > 1900 and vocabulary * 64 <= elements < tokens * vocabulary / 4
+
+
+# ---- the reference on disk
+
+
+def interrupted_reference(folder: str, file: str, output: str) -> tuple:
+    """Two ranks: the whole reference; then one that is stopped after three rows of each rank."""
+    model, data, key = built(folder, file, output)
+    whole = np.array(with_reference(model, data, key, f"{output}/whole").reference)
+    asked = []
+    reference_module.run.stop_requested = lambda _: dist.is_main() and (asked.append(1) or len(asked) > 3)
+    options = {"bins_per_row": 1, "pad_to": None, "stop_dir": Path(output)}
+    stopped = compute_reference(Path(output) / "cut", model, data.dataset, data.bins, key, **options)
+    return whole, stopped, len(data.bins)
+
+
+def finished_reference(folder: str, file: str, output: str) -> tuple:
+    """One rank goes on with what two have left, one of whose files a kill cut short."""
+    model, data, key = built(folder, file, output)
+    cut = Path(output) / "cut"
+    with open(part_path(cut, 0), "ab") as stream:
+        stream.write(np.zeros(1, RECORD).tobytes() + b"torn")
+    left = read_parts(cut, data.dataset)
+    passes = []
+    model.sharded.root.register_forward_hook(lambda *_: passes.append(1))
+    sums = compute_reference(cut, model, data.dataset, data.bins, key, bins_per_row=1, pad_to=None, stop_dir=Path(output))
+    again = compute_reference(cut, model, data.dataset, data.bins, key, bins_per_row=1, pad_to=None, stop_dir=Path(output))
+    return np.isfinite(left).sum(), len(passes), np.array(sums), isinstance(again, np.memmap), sorted(p.name for p in cut.iterdir())
+
+
+def test_reference_survives_a_kill_and_other_ranks(tiny_dir, run_ranks, pairs_file, tmp_path):
+    folder = str(tiny_dir("qwen3_moe"))
+    whole, stopped, bins = run_ranks(2, interrupted_reference, folder, str(pairs_file), str(tmp_path))[0]
+    assert stopped is None and bins > 8 and np.isfinite(whole).all()
+    kept, passes, sums, mapped, names = run_ranks(1, finished_reference, folder, str(pairs_file), str(tmp_path))[0]
+    assert kept > 0 and passes == bins - 6  # two ranks had done three rows each; the second call does none
+    assert sums == pytest.approx(whole, abs=1e-4) and mapped
+    assert names == ["key.json", "sums.npy"]
+
+
+def test_a_stale_reference_is_refused_with_the_reason(tmp_path):
+    key = {"data": "a", "max_length": 128, "model": "m"}
+    check_key(tmp_path / "reference", key)
+    check_key(tmp_path / "reference", key)
+    with pytest.raises(ValueError, match=r"max_length was 128, now 256.*delete .*reference"):
+        check_key(tmp_path / "reference", key | {"max_length": 256})
+    with pytest.raises(ValueError, match="code was None, now c"):
+        check_key(tmp_path / "reference", key | {"code": "c"})
+    assert json.loads((tmp_path / "reference" / "key.json").read_text()) == key
+
+
+def test_a_reference_that_does_not_fit_the_model_ends_the_run():
+    check_reference(0.0009, "float32")
+    with pytest.raises(RuntimeError, match="differs from its own reference"):
+        check_reference(0.002, "float32")
+    with pytest.raises(RuntimeError, match="differs from its own reference"):
+        check_reference(float("nan"), "bfloat16")
+
+
+# ---- the command
+
+
+def options_of(model, train, output, *more) -> list:
+    return [
+        "--config", "dpo/configs/tiny.yaml", "--model_name_or_path", model, "--train_files", train, "--output_dir", output,
+        "--compute_dtype", "float32", "--save_steps", 1000, *more,
+    ]  # fmt: skip
+
+
+def stop_after(lines: int, output: Path, options: list) -> str:
+    """Runs the command, touches STOP once so many steps are logged; returns its log."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dpo.train", *map(str, options)]
+    with open(output.with_suffix(".log"), "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+                (output / run.STOP).touch()
+                break
+            time.sleep(0.02)
+        process.wait(timeout=120)
+    text = output.with_suffix(".log").read_text()
+    assert process.returncode == 0, text[-3000:]
+    return text
+
+
+def test_a_stopped_and_resumed_run_equals_one_that_was_never_stopped(tiny_dir, launch, tmp_path):
+    model, train = tiny_dir("qwen3_moe"), write_pairs(tmp_path / "train.jsonl", 64, seed=0)
+    held_out = write_pairs(tmp_path / "eval.jsonl", 17, seed=1)
+    more = ["--max_steps", 16, "--eval_files", held_out]
+    launch("dpo.train", *options_of(model, train, tmp_path / "whole", *more), ranks=2)
+
+    stopped = tmp_path / "stopped"
+    log = stop_after(4, stopped, options_of(model, train, stopped, *more))
+    assert "STOP found: saved at step" in log and not (stopped / run.DONE).exists()
+    reference = (stopped / "reference" / "train" / "sums.npy").read_bytes()
+    resumed = launch("dpo.train", *options_of(model, train, stopped, *more), ranks=2)
+    assert "resumed" in resumed.stderr and "to compute" not in resumed.stderr  # the reference is that of before the first step
+    assert (stopped / "reference" / "train" / "sums.npy").read_bytes() == reference
+    assert reference == (tmp_path / "whole" / "reference" / "train" / "sums.npy").read_bytes()
+
+    whole, both = read_metrics(tmp_path / "whole"), read_metrics(stopped)
+    assert [line["step"] for line in both] == list(range(1, 17)) and both == whole
+    assert whole[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and whole[-1]["loss"] < 0.6
+    for file in sorted((tmp_path / "whole" / "final").glob("*.safetensors")):
+        assert file.read_bytes() == (stopped / "final" / file.name).read_bytes()
+    assert (stopped / run.DONE).exists()
+
+    other = launch("dpo.train", *options_of(model, train, stopped, *more, "--max_length", 512), check=False)
+    assert other.returncode != 0 and "max_length was 256, now 512" in other.stderr
+
+
+def test_learns_a_preference_that_holds_on_pairs_it_has_not_seen(tiny_dir, launch, tmp_path):
+    """From a coin's toss to over 0.9 within 60 steps of about twenty pairs."""
+    model = tiny_dir("qwen3_moe")
+    train, held_out = write_pairs(tmp_path / "train.jsonl", 1200, seed=0), write_pairs(tmp_path / "eval.jsonl", 101, seed=1)
+    output = tmp_path / "run"
+    more = ["--eval_files", held_out, "--max_length", 1024, "--max_steps", 60, "--learning_rate", 3e-3, "--eval_steps", 20]
+    launch("dpo.train", *options_of(model, train, output, *more))
+    sums = np.load(output / "reference" / "eval" / "sums.npy")
+    before = (sums[0::2] > sums[1::2]).mean()
+    lines = read_metrics(output)
+    evaluations = [line for line in lines if "eval/accuracy" in line]
+    assert 0.35 < before < 0.65
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and lines[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+    assert [line["step"] for line in evaluations] == [20, 40, 60] and evaluations[-1]["eval/accuracy"] > 0.9
+
+    # The exported model beside the base, in plain transformers: what evaluation said, and its reference is the untrained model.
+    data_args = DataArguments(train_files=[str(train)], max_length=1024, data_workers=1)
+    dataset, _ = run.load_data([str(held_out)], AutoTokenizer.from_pretrained(model), data_args, tmp_path, PairRule())
+    base, final = answer_logps(model, dataset), answer_logps(output / "final", dataset)
+    assert sums == pytest.approx(base, abs=2e-3)
+    last = evaluations[-1]
+    assert 0.1 * (final - base)[0::2].mean() == pytest.approx(last["eval/chosen"], rel=0.05, abs=0.02)
+    assert 0.1 * (final - base)[1::2].mean() == pytest.approx(last["eval/rejected"], rel=0.05, abs=0.02)
+    assert final[0::2].mean() == pytest.approx(last["eval/logps_chosen"], rel=0.05, abs=0.1)
+    assert last["eval/length_chosen"] == pytest.approx(np.mean([dataset.example(i)[1].sum() for i in range(0, len(dataset), 2)]))
