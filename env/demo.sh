@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 #
 # The whole path in a few minutes on two CPU cores: environment, a tiny random Qwen3-MoE, supervised fine-tuning on two ranks, a stop
-# half way and a resume, export to Hugging Face format, and an answer before and after through plain transformers.
+# half way and a resume, export to Hugging Face format, preference optimisation (DPO) of the exported model, and an answer before and after
+# each through plain transformers.
 #
 #   bash env/demo.sh [DIR]        (default: runs/demo; what an earlier demo left there is replaced)
 #
@@ -34,7 +35,7 @@ fi
 
 step() { printf '\n== %s\n' "$*"; }
 
-step "1/6  environment"
+step "1/7  environment"
 bash env/setup.sh train
 bin=${ENV_DIR:-$PWD/.venv}/train/bin
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
@@ -44,7 +45,7 @@ rm -rf "$demo"
 mkdir -p "$demo"
 touch "$demo/.demo"
 
-step "2/6  a tiny model of the Qwen3-MoE family, and 24 conversations about capitals"
+step "2/7  a tiny model of the Qwen3-MoE family, and 24 conversations about capitals"
 "$bin/python" -m common.tiny --family qwen3_moe --output "$demo/model"
 head -n 2 env/demo.jsonl
 
@@ -57,15 +58,21 @@ train() {
         --max_steps "$1" --save_steps 20 --logging_steps 1 --resume auto
 }
 
-step "3/6  supervised fine-tuning on two ranks, steps 1 to 20"
+step "3/7  supervised fine-tuning on two ranks, steps 1 to 20"
 train 20
-step "4/6  the same command again: resumes at step 20, ends at 40"
+step "4/7  the same command again: resumes at step 20, ends at 40"
 train 40
 
-step "5/6  export"
+step "5/7  export"
 "$bin/python" -m common.export --checkpoint "$demo/run/checkpoint-000040" --output "$demo/export"
 
-step "6/6  what it has learnt"
+step "6/7  preference optimisation: the same questions, where a short answer is preferred to a whole sentence"
+"$bin/torchrun" --standalone --nproc-per-node 2 -m dpo.train --config dpo/configs/tiny.yaml \
+    --model_name_or_path "$demo/export" --train_files env/demo_pairs.jsonl --output_dir "$demo/dpo" \
+    --max_length 320 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --data_workers 1 \
+    --beta 0.1 --loss_type sigmoid sft --loss_weights 1 0.2 --learning_rate 1e-3 --max_steps 20 --save_steps 20
+
+step "7/7  what it has learnt"
 "$bin/python" - "$demo" <<'PYTHON'
 import json, sys
 from pathlib import Path
@@ -77,26 +84,38 @@ demo = Path(sys.argv[1])
 question = [{"role": "user", "content": "What is the capital of France?"}]
 print(f"question: {question[0]['content']}")
 answers = {}
-for name in ("model", "export"):
+for name, stage in (("model", "untrained"), ("export", "after SFT"), ("dpo/final", "after DPO")):
     tokenizer = AutoTokenizer.from_pretrained(demo / name)
     model = AutoModelForCausalLM.from_pretrained(demo / name)
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     answers[name] = tokenizer.decode(ids, skip_special_tokens=True)
-    print(f"{'before' if name == 'model' else 'after '}  : {answers[name]!r}")
+    print(f"{stage:9s}: {answers[name]!r}")
 
-lines = [json.loads(line) for line in (demo / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-print("\nstep  loss")
+
+def metrics(run):
+    return [json.loads(line) for line in (demo / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+losses = [(line["step"], line["loss"]) for line in metrics("run") if "loss" in line]
+print("\nSFT step  loss")
 for step, loss in losses:
     if step == 1 or step % 5 == 0:
-        print(f"{step:4d}  {loss:6.3f}  {'#' * round(8 * loss)}")
+        print(f"{step:8d}  {loss:6.3f}  {'#' * round(8 * loss)}")
+preferences = metrics("dpo")
+print("\nDPO step  loss  margin  accuracy")
+for line in preferences:
+    if line["step"] == 1 or line["step"] % 5 == 0:
+        print(f"{line['step']:8d} {line['loss']:6.3f} {line['dpo/margin']:7.3f} {line['dpo/accuracy']:9.2f}")
 
 steps = [step for step, _ in losses]
 if steps != list(range(1, 41)):  # a step twice: the second run began anew
     sys.exit(f"metrics.jsonl should hold each step from 1 to 40 once; it holds {steps}")
 if "Paris" not in answers["export"] or not losses[-1][1] < 0.1 * losses[0][1]:
     sys.exit("the model has not learnt: something is wrong with this installation")
+first, last = preferences[0], preferences[-1]
+if abs(first["dpo/margin"]) > 0.01 or last["dpo/accuracy"] < 0.9 or "capital" in answers["dpo/final"] or "Paris" not in answers["dpo/final"]:
+    sys.exit("the preference was not learnt: something is wrong with this installation")
 PYTHON
 
 printf '\nThe demo took %d seconds after the set-up. Its files: %s\n' "$((SECONDS - start))" "$demo"
