@@ -1,7 +1,8 @@
 """Sharded checkpoints: save, resume, retention. What trains is saved, with the optimizer, the position in the data and every rank's RNG.
 
     checkpoint-000100/  *.distcp .metadata   torch.distributed.checkpoint: parameters and moments, flattened to one dimension
-                        parameters.json      {name: [shape, dtype]} of the parameters, and what they are a change of
+                        parameters.json      {name: [shape, dtype]} of the parameters, and what they are a change of; where only some
+                                             experts train, a parameter's rows are those experts'
                         trainer_state.json   step, epoch, data position, batch size, ...
                         COMPLETE             written last; a folder without it does not exist for resume
 
@@ -73,10 +74,10 @@ def fingerprint(folder: Path | str, samples: int = 16, block: int = 4096) -> str
 
 
 class FlatShard(torch.Tensor):
-    """Part of a flattened parameter, as torch.distributed.checkpoint sees it (its `_Checkpointable` protocol, which asks for a tensor).
+    """Parts of a flattened parameter, as torch.distributed.checkpoint sees them (its `_Checkpointable` protocol, which asks for a tensor).
 
-    Holds elements offset .. offset + n of a tensor of `total` elements. FSDP1's shards are such parts, so they are saved as they are.
-    Shares memory with `tensor` [n]: loading fills the shard in place.
+    A part holds elements offset .. offset + n of a tensor of `total` elements. FSDP1's shards are such parts, so they are saved as they are;
+    a rank has several where a layer's experts are cut into units. Shares memory with the tensors [n]: loading fills the shards in place.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -84,28 +85,45 @@ class FlatShard(torch.Tensor):
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, offset: int, total: int):
         shard = tensor.detach().as_subclass(cls)
-        shard.part, shard.offset, shard.total = tensor.detach(), offset, total
+        shard.parts, shard.total = {offset: tensor.detach()}, total
         return shard
+
+    def add(self, tensor: torch.Tensor, offset: int) -> None:
+        assert offset not in self.parts
+        self.parts[offset] = tensor.detach()
 
     def size(self) -> torch.Size:
         return torch.Size([self.total])
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size([self.offset]), sizes=self.part.size())
-
     def __create_write_items__(self, name: str, _) -> list[WriteItem]:
-        data = TensorWriteData(chunk=self._chunk(), properties=TensorProperties.create_from_tensor(self.part), size=self.size())
-        return [WriteItem(index=MetadataIndex(name, self._chunk().offsets), type=WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(part), size=self.size()),
+            )
+            for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True)
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
+        return [ChunkStorageMetadata(offsets=torch.Size([offset]), sizes=part.size()) for offset, part in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.part
+        return self.parts[index.offset[0]]
+
+
+def _add(state: dict, name: str, tensor: torch.Tensor, offset: int, total: int) -> None:
+    if name in state:
+        state[name].add(tensor, offset)
+    else:
+        state[name] = FlatShard(tensor, offset, total)
 
 
 def _model_state(model: ShardedModel) -> dict[str, FlatShard]:
-    return {f"model.{s.name}": FlatShard(s.tensor, s.offset, s.shape.numel()) for s in model.trained_shards()}
+    state = {}
+    for shard in model.trained_shards():
+        _add(state, f"model.{shard.name}", shard.tensor, shard.offset, shard.shape.numel())
+    return state
 
 
 def _optimizer_state(optimizer: AdamW) -> dict[str, object]:
@@ -114,13 +132,14 @@ def _optimizer_state(optimizer: AdamW) -> dict[str, object]:
     for piece in optimizer.pieces:
         offset, total = piece.shard.offset + piece.start, piece.shard.shape.numel()
         for moment, tensor in optimizer.moments(piece).items():
+            prefix = f"{moment}.{piece.shard.name}"
             if hasattr(tensor, "codes"):
-                prefix = f"{moment}.{piece.shard.name}.rank{dist.rank()}"
+                prefix += f".rank{dist.rank()}.from{offset}"
                 state |= {f"{prefix}.codes": tensor.codes, f"{prefix}.scale": tensor.scale}
             elif piece.parameter.numel() != piece.shard.tensor.numel():  # the rest beside a quantised piece
-                state[f"{moment}.{piece.shard.name}.rank{dist.rank()}.rest"] = tensor
+                state[f"{prefix}.rank{dist.rank()}.from{offset}.rest"] = tensor
             else:
-                state[f"{moment}.{piece.shard.name}"] = FlatShard(tensor, offset, total)
+                _add(state, prefix, tensor, offset, total)
     return state
 
 
@@ -158,10 +177,11 @@ def save(output_dir: Path, model: ShardedModel, optimizer: AdamW, state: TrainSt
     )
     names = {s.name: [list(s.shape), str(s.tensor.dtype).removeprefix("torch.")] for s in model.trained_shards()}
     every = {name: entry for part in dist.gather_objects(names) for name, entry in part.items()}
+    experts = {name: list(ids) for name, ids in model.trained_experts().items() if ids is not None}
     with dist.main_rank_first() as mine:
         if mine:
             assert set(every) == model.trained_names()
-            _write_json(temporary / "parameters.json", {"base": asdict(base), "parameters": every})
+            _write_json(temporary / "parameters.json", {"base": asdict(base), "parameters": every, "experts": experts})
             counts = {"optimizer_steps": optimizer.steps, "world_size": dist.world_size()}
             _write_json(temporary / "trainer_state.json", asdict(state) | counts | extra)
             _publish(temporary, final)
@@ -260,6 +280,8 @@ def load(folder: Path, model: ShardedModel, optimizer: AdamW, base: Base) -> tup
     missing, unknown = sorted(model.trained_names() - saved.names), sorted(saved.names - model.trained_names())
     if missing or unknown:
         raise ValueError(f"{folder} holds other trained parameters: missing {missing[:10]}, not trained now {unknown[:10]}")
+    if other := sorted(name for name, ids in model.trained_experts().items() if saved.experts(name) != ids):
+        raise ValueError(f"{folder} was trained with another expert_mask: other experts of {other[:10]}")
     same_world = extra["world_size"] == dist.world_size()
     optimizer.set_steps(extra["optimizer_steps"])
     tensors = _model_state(model) | _optimizer_state(optimizer)
@@ -292,10 +314,15 @@ class SavedParameters:
         self.fingerprint: str = content["base"]["fingerprint"]
         self.num_layers: int | None = content["base"]["num_layers"]
         self._entries: dict[str, list] = content["parameters"]
+        self._experts: dict[str, list[int]] = content.get("experts", {})
 
     @property
     def names(self) -> set[str]:
         return set(self._entries)
+
+    def experts(self, name: str) -> tuple[int, ...] | None:
+        """The experts whose rows this parameter holds; None: all of the parameter."""
+        return tuple(self._experts[name]) if name in self._experts else None
 
     def read_many(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Whole parameters {name: tensor}, in their saved shape and dtype."""

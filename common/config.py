@@ -39,12 +39,30 @@ class ModelArguments:
     )
     compute_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "Dtype of forward and backward. float32 is for finding faults.")
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "Dtype in which gradients are summed over ranks.")
+    trainable: Literal["all", "attention", "experts"] = option(
+        "all", "attention: everything in self_attn / linear_attn but GLM's indexer; experts: routed experts only."
+    )
+    trainable_layers: str = option("all", "Layers that train, e.g. 0-9,40-. With fewer than all, embeddings, final norm and head are frozen.")
+    expert_mask: str | None = option(None, 'JSON {"layer": [expert, ...]}: of routed experts only these train. python -m common.experts makes it.')
+    freeze_router: bool = option(False, "Routers do not train (with trainable: all; the other two never train them).")
+    detach_moe_output: bool = option(
+        False, "With trainable: attention, backward skips mixtures of experts: faster, but the gradient is an approximation."
+    )
+    frozen_shard_group: str = option("world", "Ranks that share frozen weights: world, node, or a number of neighbouring ranks.")
+    expert_units_per_layer: int = option(1, "Gather the experts of a layer in so many units, one at a time, where one layer is too large.")
     load_balancing_coef: float = option(0.0, "Weight of the MoE load-balancing term (Qwen3-MoE was pre-trained with 0.001). 0: off.")
     debug_num_layers: int | None = option(None, "Train only the first N layers, at full width, to prove a job in a short queue.")
 
     def __post_init__(self):
         if self.load_balancing_coef < 0:
             raise ValueError(f"load_balancing_coef is {self.load_balancing_coef}; it cannot be negative.")
+        if self.detach_moe_output and self.trainable != "attention":
+            raise ValueError(f"detach_moe_output goes with trainable: attention only; trainable is {self.trainable}.")
+        group = self.frozen_shard_group
+        if group not in ("world", "node") and not (group.isascii() and group.isdigit() and int(group) > 0):
+            raise ValueError(f"frozen_shard_group is {group}; it must be world, node or a number of ranks.")
+        if self.expert_units_per_layer < 1:
+            raise ValueError(f"expert_units_per_layer is {self.expert_units_per_layer}; it must be at least 1.")
         if self.debug_num_layers is not None and self.debug_num_layers < 1:
             raise ValueError(f"debug_num_layers is {self.debug_num_layers}; it must be at least 1.")
 

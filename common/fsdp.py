@@ -253,6 +253,21 @@ class ShardedModel:
                 scale = getattr(info.module, info.param_name + fp8.SCALE_SUFFIX) if view.dtype == fp8.DTYPE else None
                 yield Gathered(origin.name if origin else name, view, origin and origin.ids, scale, flat.requires_grad)
 
+    @torch.no_grad()
+    def gather_trained(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Of one unit, whole parameters that train, by name; of those of which some experts train, those experts' rows. A collective.
+
+        For `dtype` see `gather_parts`."""
+        parts: dict[str, list[Gathered]] = {}
+        for part in self.gather_parts(index, dtype, trained_only=True):
+            if part.trained:
+                parts.setdefault(part.name, []).append(part)
+        return {
+            name: several[0].tensor if len(several) == 1 else torch.cat([part.tensor for part in several])
+            for name, several in parts.items()
+        }
+
+    @torch.no_grad()
     def gather_unit(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters of one unit by name, on this rank's device: a collective. Persistent buffers are included.
 

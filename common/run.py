@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import attention, checkpoint, config, data, dist
+from common import attention, checkpoint, config, data, dist, fp8, freeze
 from common.checkpoint import Base, TrainState
 from common.config import DataArguments, ModelArguments, TrainArguments
 from common.data import Bins, PackedBatch, RowRule, TokenizedDataset
 from common.export import Exporter
-from common.families import family_of
-from common.fsdp import Precision, ShardedModel, load_and_shard
+from common.families import Family, family_of
+from common.fsdp import Options, Precision, ShardedModel, load_and_shard
 from common.logprobs import NO_TARGET, LogpModel
 from common.metrics import ModelFlops
 from common.optim import AdamW
@@ -97,8 +97,32 @@ class Model:
     num_experts_layers: int  # MoE layers; 0 for a dense model
 
 
-def build_model(args: ModelArguments) -> Model:
-    """Loads the base checkpoint, sharded as it loads. A collective; minutes for a large model."""
+def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family, trainable: str) -> Options:
+    """What trains and how the rest is kept, from the options of a run; logged."""
+    selection = freeze.select(
+        skeleton,
+        family,
+        trainable=trainable,
+        trainable_layers=args.trainable_layers,
+        expert_mask=args.expert_mask,
+        freeze_router=args.freeze_router,
+    )
+    log.info("%s", freeze.describe(selection, skeleton))
+    if args.detach_moe_output:
+        log.warning(
+            "detach_moe_output: the gradient is an approximation. That of the highest trained layer is exact; below it, what reaches a layer "
+            "through the mixtures of experts above it is left out."
+        )
+    groups = {"world": None, "node": dist.local_world_size()}
+    ranks = groups[args.frozen_shard_group] if args.frozen_shard_group in groups else int(args.frozen_shard_group)
+    return Options(selection, family, args.detach_moe_output, args.expert_units_per_layer, ranks)
+
+
+def build_model(args: ModelArguments, trainable: str | None = None) -> Model:
+    """Loads the base checkpoint, sharded as it loads. A collective; minutes for a large model.
+
+    trainable: instead of the options' own, e.g. `none` for a model that is only run.
+    """
     path = args.model_name_or_path
     attention.register()
     skeleton = build_skeleton(
@@ -112,6 +136,7 @@ def build_model(args: ModelArguments) -> Model:
     router_stats = RouterStats(skeleton, family, with_logits=args.load_balancing_coef > 0)
     if args.load_balancing_coef > 0 and not router_stats.routers:
         raise ValueError(f"load_balancing_coef is {args.load_balancing_coef}, but {path} is a dense model without routers. Set it to 0.")
+    options = unit_options(args, skeleton, family, trainable or args.trainable)
     precision = Precision(getattr(torch, args.master_dtype), getattr(torch, args.compute_dtype), getattr(torch, args.reduce_dtype))
     sharded = load_and_shard(
         skeleton,
@@ -120,7 +145,9 @@ def build_model(args: ModelArguments) -> Model:
         wrap_root=lambda model: LogpModel(model, router_stats=router_stats, compile=args.compile),
         gradient_checkpointing=args.gradient_checkpointing,
         compile_layers=args.compile,
+        options=options,
     )
+    sharded.remember_frozen()
     with dist.main_rank_first() as mine:
         identity = checkpoint.fingerprint(path) if mine else ""
     base = Base(str(Path(path).resolve()), dist.broadcast_object(identity), args.debug_num_layers)
@@ -255,8 +282,25 @@ def save(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW,
     dist.beat()
 
 
+def check_frozen(model: Model) -> None:
+    """The end of every run: what does not train is, byte for byte, what was loaded. RuntimeError on every rank where it is not. A collective."""
+    dist.rest()
+    failure = None
+    count = size = 0
+    try:
+        count, size = model.sharded.check_frozen()
+    except RuntimeError as error:
+        failure = str(error)
+    failures = [text for text in dist.gather_objects(failure) if text]
+    if failures:
+        raise RuntimeError(failures[0])
+    log.info("frozen weights and buffers are unchanged: %d tensors, %.2f GiB on rank 0", count, size / 2**30)
+    dist.beat()
+
+
 def export(output: Path, model: Model) -> None:
-    """Writes the model as a Hugging Face folder, one unit at a time: all ranks gather it, one rank of node (unit mod nodes) writes it.
+    """Writes the model as a Hugging Face folder, one unit at a time: all ranks gather what trained, one rank of node (unit mod nodes) writes
+    it beside the base's bytes of all that did not.
 
     Every written file is read back and its bytes compared with the live parameters'. A collective.
     """
@@ -264,12 +308,13 @@ def export(output: Path, model: Model) -> None:
     with dist.main_rank_first() as mine:
         if mine:
             shutil.rmtree(output, ignore_errors=True)  # of the same run, before it was given more steps
-    exporter = Exporter(model.converter, model.source, output)
+    exporter = Exporter(model.converter, model.source, output, trained=model.sharded.trained_experts())
     hashes = {}
     for index, unit in enumerate(model.sharded.units):
-        # Masters are cast before the gather, unless the base holds some of the unit's tensors in more than bf16.
-        plain = all(model.converter.loaded_dtype(name) == torch.bfloat16 for name in unit.model_names)
-        named = model.sharded.gather_unit(index, torch.bfloat16 if plain else None)
+        # Masters are cast before the gather, unless the base holds some of the unit's trained tensors in more than bf16.
+        trained = [name for name in unit.model_names if name in exporter.trained]
+        plain = all(model.converter.loaded_dtype(name) in (torch.bfloat16, fp8.DTYPE) for name in trained)
+        named = model.sharded.gather_trained(index, torch.bfloat16 if plain else None)
         if dist.rank() == (index % dist.num_nodes()) * dist.local_world_size():
             hashes |= exporter.write_unit(index, named)
         del named  # before the next unit is gathered
@@ -281,4 +326,6 @@ def export(output: Path, model: Model) -> None:
         if mine:
             exporter.finish()
     log.info("exported %s", output)
+    if report := exporter.report_errors():
+        log.info("%s", report)
     dist.beat()

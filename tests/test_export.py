@@ -267,6 +267,9 @@ class Saved:
         self.base, self.fingerprint, self.num_layers = content["base"], content["fingerprint"], None
         self.names = set(content["names"])
 
+    def experts(self, name):
+        return None
+
     def read_many(self, names):
         converter = Converter(build_skeleton(self.base, attn_implementation="eager"), Checkpoint(self.base))
         return {name: tensor.float() + 1 for name, tensor in converter.read(names).items()}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common import attention, dist
 from common.checkpoint import FlatShard
@@ -215,5 +216,11 @@ def test_flat_shard_shares_memory_and_tells_its_place():
     assert shard.size() == torch.Size([20])
     chunk = shard.__create_chunk_list__()[0]
     assert (chunk.offsets, chunk.sizes) == (torch.Size([6]), torch.Size([4]))
-    shard.__get_tensor_shard__(None).fill_(7.0)
+    more = torch.zeros(2)
+    shard.add(more, 14)
+    assert [(c.offsets[0], c.sizes[0]) for c in shard.__create_chunk_list__()] == [(6, 4), (14, 2)]
+    assert [item.index.offset for item in shard.__create_write_items__("x", None)] == [torch.Size([6]), torch.Size([14])]
+    shard.__get_tensor_shard__(MetadataIndex("x", torch.Size([6]))).fill_(7.0)
+    shard.__get_tensor_shard__(MetadataIndex("x", torch.Size([14]))).fill_(8.0)
     assert tensor.tolist() == [7.0] * 4
+    assert more.tolist() == [8.0] * 2
