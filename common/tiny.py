@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ import yaml
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PretrainedConfig, PreTrainedModel
+
+from common.fp8 import SCALE_SUFFIX, quantise
 
 ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
@@ -343,6 +345,30 @@ def expert_specs(spec: TensorSpec) -> list[TensorSpec]:
     return [TensorSpec(f"{prefix}.{expert}.{name}.weight", shape, spec.dtype) for expert in range(num_experts) for name in names]
 
 
+# FP8 checkpoints: blocks of one scale, what stays bf16 (as in the published ones), and sizes for which edge blocks are ragged.
+FP8_BLOCK = (128, 128)
+NOT_FP8 = ("gate", "shared_expert_gate", "conv1d", "in_proj_ba", "in_proj_a", "in_proj_b", "weights_proj", "eh_proj", "fc")
+FP8_SIZES = dict(hidden_size=192, moe_intermediate_size=136)
+
+
+def is_fp8(spec: TensorSpec) -> bool:
+    """Whether an FP8 checkpoint holds this tensor as FP8: matrices of Linear layers and experts inside decoder layers."""
+    module, _, leaf = spec.name.rpartition(".")
+    inside = ".layers." in spec.name and ".visual." not in spec.name
+    return inside and leaf == "weight" and len(spec.shape) == 2 and module.rpartition(".")[2] not in NOT_FP8
+
+
+def quantise_tensors(tensors: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, those in `names` as FP8 with scales after them."""
+    for name, tensor in tensors:
+        if name not in names:
+            yield name, tensor
+            continue
+        weight, scale = quantise(tensor, FP8_BLOCK)
+        yield name, weight
+        yield name + SCALE_SUFFIX, scale
+
+
 def is_fused(name: str) -> bool:
     """Whether `name` is a tensor of all experts of a layer."""
     return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
@@ -388,6 +414,7 @@ def make(
     *,
     experts: str = "per_expert",
     mtp: bool = False,
+    fp8: bool = False,
     seed: int = 0,
     max_shard_bytes: int | None = None,
     **overrides: Any,
@@ -395,6 +422,7 @@ def make(
     """Writes a Hugging Face folder of a tiny random model and returns its path.
 
     experts: `per_expert` (one tensor an expert and matrix, as on the hub) or `fused` ([E, ...] tensors, as in memory).
+    fp8: matrices inside layers as FP8 in blocks of 128 x 128 (DeepSeek's form); hidden and expert sizes are then 192 and 136 by default.
     mtp: adds a multi-token-prediction layer (`mtp.*`; GLM: `model.layers.78.*`).
     max_shard_bytes: several safetensors files and an index, each of at most this many bytes of tensors (or one tensor); None: one file.
     overrides: fields of the config, see `config`.
@@ -406,7 +434,9 @@ def make(
         raise ValueError(f"{output} is not empty: choose another output or remove it")
     if experts not in ("per_expert", "fused"):
         raise ValueError(f"experts must be per_expert or fused, not {experts!r}")
-    model_config = config(family, **overrides)
+    if fp8 and experts == "fused":
+        raise ValueError("FP8 checkpoints hold one tensor an expert and matrix: experts must be per_expert")
+    model_config = config(family, **((FP8_SIZES | overrides) if fp8 else overrides))
     specs = state_specs(model_config)
     if mtp:
         specs += mtp_specs(family, model_config)
@@ -416,7 +446,17 @@ def make(
         specs = [part for spec in specs for part in (expert_specs(spec) if is_fused(spec.name) else [spec])]
 
     output.mkdir(parents=True, exist_ok=True)
-    write_weights(specs, output, seed, family.startswith(("qwen3_next", "qwen3_5")), max_shard_bytes)
+    quantised = {spec.name for spec in specs if fp8 and is_fp8(spec)}
+    if fp8:
+        kept = sorted(spec.name.removesuffix(".weight") for spec in specs if len(spec.shape) >= 2 and spec.name not in quantised)
+        model_config.quantization_config = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(FP8_BLOCK),
+            "modules_to_not_convert": kept,
+        }
+    write_weights(specs, output, seed, family.startswith(("qwen3_next", "qwen3_5")), max_shard_bytes, quantised)
     write_tokenizer(output)
     ends = [token_id(END_OF_TURN), token_id(PAD_TOKEN)]
     write_json(output / "generation_config.json", {"eos_token_id": ends, "pad_token_id": token_id(PAD_TOKEN)})
@@ -424,21 +464,39 @@ def make(
     return output
 
 
-def write_weights(specs: list[TensorSpec], output: Path, seed: int, zero_centred_norms: bool, max_shard_bytes: int | None) -> None:
-    """Writes `specs` in their order, one shard in memory at a time. A layer may lie in two files, as it does on the hub."""
+def write_weights(
+    specs: list[TensorSpec],
+    output: Path,
+    seed: int,
+    zero_centred_norms: bool,
+    max_shard_bytes: int | None,
+    quantised: Iterable[str] = (),
+) -> None:
+    """Writes `specs` in their order, one shard in memory at a time. A layer may lie in two files, as it does on the hub.
+
+    Names in `quantised` are written as FP8; the scales of a file's last weight lie in the next file, as can happen on the hub.
+    """
     shards: list[list[TensorSpec]] = [[]]
     for spec in specs:
         full = max_shard_bytes is not None and sum(other.num_bytes for other in shards[-1]) + spec.num_bytes > max_shard_bytes
         if full and shards[-1]:
             shards.append([])
         shards[-1].append(spec)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
+    waiting: dict[str, torch.Tensor] = {}
+    total = 0
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if max_shard_bytes is None else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(dict(generate(shard, seed, zero_centred_norms)), output / file, metadata={"format": "pt"})
-        weight_map |= {spec.name: file for spec in shard}
+        tensors = dict(quantise_tensors(generate(shard, seed, zero_centred_norms), set(quantised)))
+        tensors |= waiting
+        waiting = {}
+        if number < len(shards):  # the scales of the last weight, which is what a cut between two files separates
+            last = shard[-1].name + SCALE_SUFFIX
+            waiting = {last: tensors.pop(last)} if last in tensors else {}
+        save_file(tensors, output / file, metadata={"format": "pt"})
+        total += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        weight_map |= dict.fromkeys(tensors, file)
     if max_shard_bytes is not None:
-        total = sum(spec.num_bytes for spec in specs)
         write_json(output / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -451,6 +509,7 @@ def main() -> int:
     parser.add_argument("--family", required=True, choices=FAMILIES)
     parser.add_argument("--output", required=True, help="a folder that is empty or does not exist")
     parser.add_argument("--experts", choices=["per_expert", "fused"], default="per_expert", help="how experts lie on disk")
+    parser.add_argument("--fp8", action="store_true", help="weights inside layers as FP8 in blocks of 128 x 128")
     parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
     parser.add_argument("--max_shard_bytes", type=int, default=None, help="several files of at most this size")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="config fields, values in YAML")
@@ -467,6 +526,7 @@ def main() -> int:
             args.output,
             experts=args.experts,
             mtp=args.mtp,
+            fp8=args.fp8,
             seed=args.seed,
             max_shard_bytes=args.max_shard_bytes,
             **overrides,
