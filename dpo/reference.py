@@ -30,7 +30,10 @@ RECORD = np.dtype([("example", "<i8"), ("logps", "<f8"), ("tokens", "<i8")])
 SYNC_EVERY = 100  # bins of a rank between two flushes to disk; a killed process loses none, a machine that dies up to this many
 
 # Options of the model that leave its log-probabilities as they are; the path does not count, the weights' fingerprint does.
-NO_CHANGE = ("model_name_or_path", "gradient_checkpointing", "load_balancing_coef")
+NO_CHANGE = (
+    "model_name_or_path", "gradient_checkpointing", "load_balancing_coef",
+    "detach_moe_output", "frozen_shard_group", "expert_units_per_layer",
+)  # fmt: skip
 
 
 def code_fingerprint() -> str:

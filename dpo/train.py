@@ -187,6 +187,7 @@ def main() -> None:
         )
         if stop:
             run.save(output_dir, args, model, optimizer, state, data_identity)
+            run.check_frozen(model)
             log.info("%s found: saved at step %d, ending", run.STOP, state.step)
             metrics.close()
             dist.shutdown()
@@ -236,6 +237,7 @@ def main() -> None:
 
     progress.close()
     metrics.close()
+    run.check_frozen(model)
     if args.export_final and (state.step > first_step or not (output_dir / "final").exists()):
         run.export(output_dir / "final", model)
     with dist.main_rank_first() as mine:

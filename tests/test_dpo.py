@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import dist, run
+from common import config, dist, run
 from common.config import DataArguments, ModelArguments
 from common.fsdp import ShardedModel
 from common.optim import AdamW
@@ -84,11 +84,24 @@ def whole_gradients(model: ShardedModel) -> dict[str, torch.Tensor]:
 # ---- step 0 of every family
 
 
+# Beside every family in fp32: bf16, and parts of a model, FP8 weights included.
+CASES = {family: (family, {}) for family in FAMILIES} | {
+    "bfloat16": ("qwen3_moe", {"compute_dtype": "bfloat16"}),
+    "attention": ("qwen3_next", {"trainable": "attention", "trainable_layers": "1-"}),
+    "experts": ("qwen3_moe", {"trainable": "experts", "expert_mask": {"1": [0, 3, 11], "3": [2, 5, 7]}}),
+    "fp8": ("glm_moe_dsa", {"trainable": "attention", "compute_dtype": "bfloat16"}),
+}
+
+
 def first_steps(folders: dict[str, str], file: str, output: str) -> dict:
-    """{family: (losses of three steps on one window, figures of the first, reference sums before and after)}."""
+    """{case: (losses of three steps on one window, figures of each, reference sums before and after)}."""
     results = {}
     for family, folder in folders.items():
-        model, data, key = built(folder, file, f"{output}/{family}", **({"compute_dtype": "bfloat16"} if family == "bfloat16" else {}))
+        options = dict(CASES[family][1])
+        if mask := options.get("expert_mask"):
+            options["expert_mask"] = f"{output}/mask-{dist.rank()}.json"
+            Path(options["expert_mask"]).write_text(json.dumps(mask))
+        model, data, key = built(folder, file, f"{output}/{family}", **options)
         data = with_reference(model, data, key, f"{output}/{family}")
         before = np.array(data.reference)
         args = DPOTrainArguments(output_dir=output, learning_rate=1e-3)
@@ -100,22 +113,23 @@ def first_steps(folders: dict[str, str], file: str, output: str) -> dict:
             figures.append(means)
             optimizer.step(1e-3)
             optimizer.zero_grad()
+        run.check_frozen(model)
         results[family] = losses, figures, before, np.array(np.load(f"{output}/{family}/reference/sums.npy"))
     return results
 
 
 @pytest.fixture(scope="module")
 def steps_of_families(tiny_dir, run_ranks, pairs_file, tmp_path_factory):
-    folders = {family: str(tiny_dir(family)) for family in FAMILIES}
-    folders["bfloat16"] = folders["qwen3_moe"]
+    folders = {case: str(tiny_dir(family, **({"fp8": True} if case == "fp8" else {}))) for case, (family, _) in CASES.items()}
     return run_ranks(2, first_steps, folders, str(pairs_file), str(tmp_path_factory.mktemp("families")))[0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "bfloat16"])
-def test_first_loss_is_ln_2_and_then_it_learns(steps_of_families, family):
-    losses, figures, _, _ = steps_of_families[family]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6 if family != "bfloat16" else 1e-3)
-    assert abs(figures[0]["margin"]) < (1e-5 if family != "bfloat16" else 5e-3)
+@pytest.mark.parametrize("case", CASES)
+def test_first_loss_is_ln_2_and_then_it_learns(steps_of_families, case):
+    losses, figures, _, _ = steps_of_families[case]
+    rounded = CASES[case][1].get("compute_dtype") == "bfloat16"
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3 if rounded else 1e-6)
+    assert abs(figures[0]["margin"]) < (5e-3 if rounded else 1e-5)
     assert losses[2] < losses[1] < losses[0] - 1e-3
     assert figures[2]["margin"] > 0.01 and figures[2]["accuracy"] > figures[0]["accuracy"]
 
@@ -276,6 +290,18 @@ def test_a_reference_that_does_not_fit_the_model_ends_the_run():
 # ---- the command
 
 
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "dpo" / "configs").glob("*.yaml")))
+def test_configs_are_understood(file):
+    argv = ["--config", str(ROOT / "dpo" / "configs" / file), "--model_name_or_path", "m", "--train_files", "a", "--output_dir", "o"]
+    *_, loss_args, args = config.parse(ModelArguments, DataArguments, LossArguments, DPOTrainArguments, argv=argv)
+    assert loss_args.loss_type == ["sigmoid"] and args.learning_rate < 1e-5 or file == "tiny.yaml"
+
+
+def test_options_of_its_own_have_defaults_of_their_own():
+    *_, loss_args, args = config.parse(LossArguments, DPOTrainArguments, argv=["--output_dir", "o"])
+    assert (loss_args.loss_type, loss_args.loss_weights, loss_args.beta, args.learning_rate) == (["sigmoid"], [1.0], 0.1, 1e-6)
+
+
 def options_of(model, train, output, *more) -> list:
     return [
         "--config", "dpo/configs/tiny.yaml", "--model_name_or_path", model, "--train_files", train, "--output_dir", output,
@@ -308,13 +334,15 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_never_stopped(tiny_dir, l
     launch("dpo.train", *options_of(model, train, tmp_path / "whole", *more), ranks=2)
 
     stopped = tmp_path / "stopped"
-    log = stop_after(4, stopped, options_of(model, train, stopped, *more))
+    log = stop_after(4, stopped, options_of(model, train, stopped, "--max_steps", 16))
     assert "STOP found: saved at step" in log and not (stopped / run.DONE).exists()
-    reference = (stopped / "reference" / "train" / "sums.npy").read_bytes()
+    # The held-out file is new to the resumed run: its reference must be the untrained model's, not the checkpoint's.
     resumed = launch("dpo.train", *options_of(model, train, stopped, *more), ranks=2)
-    assert "resumed" in resumed.stderr and "to compute" not in resumed.stderr  # the reference is that of before the first step
-    assert (stopped / "reference" / "train" / "sums.npy").read_bytes() == reference
-    assert reference == (tmp_path / "whole" / "reference" / "train" / "sums.npy").read_bytes()
+    assert "resumed" in resumed.stderr
+    assert [line.rpartition("/")[2] for line in resumed.stderr.splitlines() if "to compute" in line] == ["eval"]
+    for name in ("train", "eval"):
+        path = Path("reference") / name / "sums.npy"
+        assert (stopped / path).read_bytes() == (tmp_path / "whole" / path).read_bytes()
 
     whole, both = read_metrics(tmp_path / "whole"), read_metrics(stopped)
     assert [line["step"] for line in both] == list(range(1, 17)) and both == whole
