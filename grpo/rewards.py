@@ -1,0 +1,144 @@
+"""Rewards by rule, and the worker process that calls reward functions.
+
+A reward function is `f(prompts, completions, **columns) -> list[float | None]`, named `module:function`. It gets the answers to one prompt at a
+time: `prompts` repeats the row's prompt, `completions` are the answers' texts, each other column of the row comes under its own name, repeated.
+None means "no opinion": the answer is scored by the other functions, or left out of its group when there is none. This module imports
+nothing heavy, because every worker imports it.
+
+The rules here read the column `answer`. Multiple choice: the LAST `[ans]a,c[/ans]` of the answer counts; case and full-width forms of letters,
+brackets and commas are folded.
+"""
+
+import importlib
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+import unicodedata
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+TAG = re.compile(r"\[ans\]((?:(?!\[ans\]).)*?)\[/ans\]", re.DOTALL)
+FORMAT_REWARD = 0.05
+
+
+def fold(text: str) -> str:
+    """Full-width letters, brackets and commas as ASCII, lower case."""
+    return unicodedata.normalize("NFKC", text).replace("、", ",").lower()
+
+
+def letters(text: str) -> set[str] | None:
+    """{"a", "c"} of "a, C"; None unless it is one or more single letters between commas."""
+    parts = [part.strip() for part in fold(text).split(",")]
+    parts = [part for part in parts if part]
+    return set(parts) if parts and all(re.fullmatch("[a-z]", part) for part in parts) else None
+
+
+def choices(completion: str, num_choices: int | None = None) -> set[str] | None:
+    """Letters in the last [ans] tag of an answer; None without a tag, or with anything in it that is no letter of a choice."""
+    tags = TAG.findall(fold(completion))
+    found = letters(tags[-1]) if tags else None
+    if found and num_choices and max(found) > chr(ord("a") + num_choices - 1):
+        return None
+    return found
+
+
+def right_letters(answer) -> set[str]:
+    gold = letters(answer if isinstance(answer, str) else ",".join(answer))
+    if gold is None:
+        raise ValueError(f"column `answer` must hold letters, like 'a,c' or ['a', 'c']; it holds {answer!r}")
+    return gold
+
+
+def _choice_pairs(completions, answer, choices_column):
+    counts = choices_column or [None] * len(completions)
+    return [
+        (choices(text, len(listed) if listed else None), right_letters(gold))
+        for text, gold, listed in zip(completions, answer, counts, strict=True)
+    ]
+
+
+def choice_f1(prompts, completions, answer, choices=None, **_) -> list[float]:
+    """Multiple choice: F1 of the chosen set against the right one, and 0.05 for a readable tag. Column `choices`, if any, bounds the letters."""
+    return [
+        0.0 if chosen is None else 2 * len(chosen & gold) / (len(chosen) + len(gold)) + FORMAT_REWARD
+        for chosen, gold in _choice_pairs(completions, answer, choices)
+    ]
+
+
+def choice_exact(prompts, completions, answer, choices=None, **_) -> list[float]:
+    """Multiple choice: 1 when exactly the right letters are chosen, else 0."""
+    return [float(chosen == gold) for chosen, gold in _choice_pairs(completions, answer, choices)]
+
+
+def math_exact(prompts, completions, answer, **_) -> list[float]:
+    """A worked problem: 1 when the answer's final result equals column `answer` (what follows #### in it, if that is there), else 0.
+
+    Needs math-verify, which knows equal forms of numbers, sets, intervals and expressions."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError("grpo.rewards:math_exact needs math-verify. Install it: pip install math-verify[antlr4_13_2]") from error
+    results = []
+    for completion, gold in zip(completions, answer, strict=True):
+        gold = str(gold).rpartition("####")[2].strip()
+        parsed = parse(f"${gold}$")
+        if not parsed:
+            raise ValueError(f"column `answer` holds {gold!r}, in which math-verify finds no result")
+        results.append(float(verify(parsed, parse(completion))))
+    return results
+
+
+# ---- worker --------------------------------------------------------------------------------------------------------------------------
+
+
+def load_function(name: str) -> Callable:
+    """The function `module:function`; ValueError says what is wrong with the name."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"reward function {name!r} must be named module:function, for instance grpo.rewards:choice_f1")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"reward function {name!r}: cannot import {module}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"reward function {name!r}: {module} has no function {function}")
+    return found
+
+
+def check_scores(name: str, scores, count: int) -> list[float | None]:
+    """What a function returned, as floats. ValueError for anything but `count` finite numbers or None."""
+    if not isinstance(scores, (list, tuple)) or len(scores) != count:
+        what = f"{len(scores)} values" if isinstance(scores, (list, tuple)) else f"a {type(scores).__name__}"
+        raise ValueError(f"{name} must return a list of {count} rewards, one an answer; it returned {what}")
+    for score in scores:
+        if score is not None and not (hasattr(score, "__float__") and math.isfinite(float(score))):
+            raise ValueError(f"{name} returned {score!r}; a reward is a finite number or None")
+    return [None if score is None else float(score) for score in scores]
+
+
+def work(connection: Connection, names: list[str]) -> None:
+    """Answers (function name, prompts, completions, columns) with (scores, None) or (None, error), until the other side closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    functions, failure = {}, None
+    try:
+        functions = {name: load_function(name) for name in names}
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    connection.send(failure)
+    while failure is None:
+        try:
+            name, prompts, completions, columns = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((check_scores(name, functions[name](prompts, completions, **columns), len(completions)), None))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            connection.send((None, f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"))
+
+
+if __name__ == "__main__":
+    work(Connection(int(sys.argv[1])), sys.argv[2:])
