@@ -394,4 +394,5 @@ def test_compiled_layers_are_one_graph_and_compile_once(tiny_dir, family, where)
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
         results.append((torch.tensor(losses), gradient.cpu()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=1.0)
-    assert relative_error(results[1][1], results[0][1].double()) < 0.1
+    # Rounding flips a route now and then in the tiny router; a layer compiled wrongly is off by more than its own size.
+    assert relative_error(results[1][1], results[0][1].double()) < 0.25
