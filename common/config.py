@@ -7,6 +7,7 @@ error, a wrong type is an error, and the command line wins. Wrong use ends with 
 """
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -77,12 +78,22 @@ class DataArguments:
     packing: bool = option(True, "Fill bins with several rows. Off: a bin is one row; the rows of a micro-batch are still concatenated.")
     over_long: Literal["drop", "truncate"] = option("drop", "What to do with rows longer than max_length. Dropped rows are counted.")
     on_bad_row: Literal["error", "skip"] = option("error", "A row that cannot be used: stop and name it, or skip and count it.")
-    data_workers: int = option(8, "Processes that tokenise.")
+    chat_template_kwargs: str | None = option(
+        None, """Arguments of the chat template as JSON, e.g. '{"enable_thinking": false}'; a row's own column of this name wins."""
+    )
+    data_workers: int = option(8, "Most processes that tokenise; small files are tokenised by one.")
     data_cache_dir: str | None = option(None, "Where tokenised data is kept. Default: data_cache inside output_dir.")
 
     def __post_init__(self):
         if self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; a row needs at least two tokens to learn one.")
+        if self.chat_template_kwargs is not None:
+            try:
+                arguments = json.loads(self.chat_template_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"chat_template_kwargs is not JSON ({error}): {self.chat_template_kwargs}") from error
+            if not isinstance(arguments, dict):
+                raise ValueError(f"chat_template_kwargs must be a JSON object: {self.chat_template_kwargs}")
         if self.data_workers < 1:
             raise ValueError(f"data_workers is {self.data_workers}; at least one process must tokenise.")
 

@@ -1,5 +1,6 @@
 """What every method does before and after its loop: start a run, build the sharded model, stop on request, write the final model."""
 
+import json
 import logging
 import math
 import random
@@ -74,6 +75,7 @@ def load_data(
                 on_bad_row=args.on_bad_row,
                 cache_dir=cache,
                 num_workers=args.data_workers,
+                chat_template_kwargs=json.loads(args.chat_template_kwargs or "{}"),
                 rule=rule,
             )
             path = dataset.path
@@ -110,8 +112,8 @@ def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family
     log.info("%s", freeze.describe(selection, skeleton))
     if args.detach_moe_output:
         log.warning(
-            "detach_moe_output: the gradient is an approximation. That of the highest trained layer is exact; below it, what reaches a layer "
-            "through the mixtures of experts above it is left out."
+            "detach_moe_output: the gradient is an approximation: what would reach a layer's attention through the mixture of experts of its "
+            "own layer, or of any layer above, is left out. The loss is exact."
         )
     groups = {"world": None, "node": dist.local_world_size()}
     ranks = groups[args.frozen_shard_group] if args.frozen_shard_group in groups else int(args.frozen_shard_group)

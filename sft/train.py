@@ -83,7 +83,7 @@ def main() -> None:
     # Data first: a bad row must be known before a large model is loaded.
     train_data, train_bins = run.load_data(data_args.train_files, tokenizer, data_args, output_dir)
     eval_data, eval_bins = run.load_data(data_args.eval_files, tokenizer, data_args, output_dir) if data_args.eval_files else (None, None)
-    data_identity = {"data": train_data.path.name, "max_length": data_args.max_length, "packing": data_args.packing}
+    data_identity = {"data": train_data.key, "max_length": data_args.max_length, "packing": data_args.packing}
     bins_per_step = run.batch_identity(args)["bins_per_step"]
     order = Order(len(train_bins), args.seed)
     steps_per_epoch = order.steps_per_epoch(bins_per_step)

@@ -43,6 +43,8 @@ def test_yaml_values_have_their_types_and_the_command_line_wins(tmp_path):
         ({"max_length": 1}, (), "max_length is 1"),
         ({"gradient_accumulation_steps": 0}, (), "gradient_accumulation_steps is 0"),
         ({"max_steps": 0}, (), "max_steps is 0"),
+        ({"chat_template_kwargs": "enable_thinking=false"}, (), "chat_template_kwargs is not JSON"),
+        ({"chat_template_kwargs": "[1]"}, (), "must be a JSON object"),
         ({"load_balancing_coef": -0.1}, (), "load_balancing_coef is -0.1"),
         ({"weight_decay": {"a": 1}}, (), "`weight_decay` must be a plain value"),
     ],
