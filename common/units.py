@@ -5,12 +5,12 @@ that gets a unit of its own: frozen parts of a partly trained layer, FP8 weights
 sharded at all: together they are a few MB, and a unit of their own would cost a gather each.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from common import fp8
@@ -88,7 +88,7 @@ def make_plan(model: PreTrainedModel, converter: Converter, precision: Precision
                 experts, first = module.rows(part)
                 for leaf in getattr(module, part)._parameters:
                     plan.origins[f"{path}.{part}.{leaf}"] = Origin(f"{path}.{leaf}", experts, first, ids)
-    kinds = _set_kinds(model, converter, precision, plan)
+    kinds = _set_kinds(model, converter, precision, plan, family)
     for unit in converter.units:
         inside = {name.removeprefix(unit.module_path + "."): kind for name, kind in kinds.items() if _unit_of(converter, name) == unit.name}
         module = model.get_submodule(unit.module_path) if unit.name else model
@@ -127,7 +127,9 @@ def _unit_of(converter: Converter, name: str) -> str:
     return next((unit.name for unit in converter.units if unit.name and name.startswith(unit.module_path + ".")), "")
 
 
-def _set_kinds(model: PreTrainedModel, converter: Converter, precision: Precision, plan: Plan) -> dict[str, Kind | None]:
+def _set_kinds(
+    model: PreTrainedModel, converter: Converter, precision: Precision, plan: Plan, family: Family
+) -> dict[str, Kind | None]:
     """The kind of each parameter by its name in memory (None: not sharded); gives the meta parameters the dtype of that kind."""
     main_dtype = model.config.dtype
     kinds: dict[str, Kind | None] = {}
@@ -142,6 +144,8 @@ def _set_kinds(model: PreTrainedModel, converter: Converter, precision: Precisio
             and sources[leaf] not in converter.tied
             and converter.loaded_dtype(sources[leaf]) == fp8.DTYPE
             and _unit_of(converter, sources[leaf])  # the head's weight is used in ways that its module does not see
+            # GLM's indexer: some rows do not need it, but all ranks must gather the same units, so it has to be one unit, of one dtype.
+            and not any(re.search(pattern, sources[leaf]) for pattern in family.never_trained)
         ]
         if quantised and fp8.can_keep_fp8(module, quantised):
             fp8.keep_fp8(module, quantised, {leaf: _meta_scale(converter, sources[leaf], own[leaf]) for leaf in quantised}, converter.block)
