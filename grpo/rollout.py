@@ -2,11 +2,61 @@
 
 A back-end generates answers with the current weights: `grpo/twin.py` in the trainer's own process. Prompts and answers are tied by the
 prompt's id and the number of the sample, never by their position.
+
+    OUTPUT_DIR/rollouts/step-000012.jsonl   one line an answer, written before step 12 trains on it; answers of a stopped run, not yet
+                                            all there: unfinished-000012.jsonl; of an evaluation after step 12: eval-000012.jsonl
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import hashlib
+import json
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from common import dist, rows
+from common.chat import BadRow, Chat, normalise
+from common.config import option
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RolloutArguments:
+    """How answers are drawn."""
+
+    num_prompts_per_step: int = option(32, "Prompts of one rollout, over all ranks.")
+    num_generations: int = option(8, "Answers to each prompt.")
+    max_completion_length: int = option(512, "Tokens of one answer; a longer one is cut off. max_length holds prompt and answer.")
+    temperature: float = option(1.0, "Sampling temperature; the trainer's log-probabilities use it too.")
+    top_p: float = option(
+        1.0,
+        "Sample from the smallest set of tokens with this probability. Below 1 the engine's log-probabilities differ from the trainer's.",
+    )
+    rollout_backend: Literal["hf", "vllm"] = option("hf", "hf: in the trainer's own process.")
+    rollout_batch_size: int = option(64, "hf: answers generated at a time on one rank.")
+    eval_num_generations: int = option(1, "Evaluation. 1: greedy; more: so many samples at the training temperature.")
+    eval_on_start: bool = option(False, "Evaluate before the first step too.")
+
+    def __post_init__(self):
+        for name in ("num_prompts_per_step", "max_completion_length", "rollout_batch_size", "eval_num_generations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations is {self.num_generations}; an answer is compared with others to the same prompt: at least 2."
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0, greedy answers to a prompt are all the same.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
 
 
 class Prompt(NamedTuple):
@@ -70,3 +120,232 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Ends connections and frees what it holds; engines keep running."""
+
+
+# ---- prompts -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Question:
+    """One row of the data."""
+
+    id: str
+    prompt: str | list[dict]
+    prompt_ids: list[int]
+    columns: dict  # everything else in the row, handed to the reward functions
+    where: str  # file:line
+
+    def as_prompt(self) -> Prompt:
+        return Prompt(self.id, self.prompt_ids)
+
+
+NOT_COLUMNS = ("id", "prompt", "tools", "chat_template_kwargs")
+
+
+def read_questions(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, on_bad_row: str = "error"
+) -> list[Question]:
+    """The rows of JSON Lines or Parquet files: `prompt` (messages, or text that is taken as it is), `id` (else file:line), any columns.
+
+    A prompt longer than `max_prompt_tokens` is dropped and counted. ValueError names file and line of a row that cannot be used, or of two
+    rows with one id, unless `on_bad_row` is skip; and a file with no usable row.
+    """
+    chat = Chat(tokenizer)
+    questions: dict[str, Question] = {}
+    for file in files:
+        dropped: Counter = Counter()
+        before = len(questions)
+        for line, row in _rows(file):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                question = _question(row, f"{file}:{line}", chat)
+                if question.id in questions:
+                    raise BadRow(f"id {question.id!r} is that of {questions[question.id].where} too")
+            except BadRow as error:
+                if on_bad_row == "error":
+                    raise ValueError(f"{file}:{line}: {error} (on_bad_row=skip drops and counts such rows)") from error
+                dropped["bad"] += 1
+                continue
+            if len(question.prompt_ids) > max_prompt_tokens:
+                dropped["too long"] += 1
+                continue
+            questions[question.id] = question
+        what = f"{len(questions) - before} prompts" + "".join(f", {count} {reason} dropped" for reason, count in dropped.items())
+        if len(questions) == before:
+            raise ValueError(
+                f"{file} holds no prompt to use: {what}. A row needs `prompt`; a prompt may have {max_prompt_tokens} tokens "
+                "(max_length less max_completion_length)."
+            )
+        log.info("%s: %s", file, what)
+    return list(questions.values())
+
+
+def _rows(file: str) -> Iterator[tuple[int, dict | BadRow]]:
+    """(line, row), all columns of it."""
+    if file.endswith(".parquet"):
+        import pyarrow.parquet
+
+        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
+        return
+    before = 0
+    for unit in rows.split_into_units([file]):
+        line = 0
+        for line, row in rows.read_unit(unit):
+            if row is not None:
+                yield before + line, row
+        before += line
+
+
+def _question(row: dict, where: str, chat: Chat) -> Question:
+    tokenizer, prompt = chat.tokenizer, row.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        ids = [*chat.bos, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    elif isinstance(prompt, list) and prompt:
+        if not tokenizer.chat_template:
+            raise BadRow("the tokenizer has no chat template: put one beside it (chat_template.jinja), or give the prompt as text")
+        messages = [normalise(message, index, chat.stops) for index, message in enumerate(prompt)]
+        tools, options = (
+            json.loads(value) if isinstance(value, str) else value for value in (row.get("tools"), row.get("chat_template_kwargs"))
+        )
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
+            )
+        except Exception as error:  # a template raises what it likes
+            raise BadRow(f"the chat template cannot render the prompt: {error}") from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        raise BadRow(f"a row needs `prompt`: messages or text; columns found: {', '.join(map(str, row)) or 'none'}")
+    if not ids:
+        raise BadRow("the prompt has no tokens")
+    columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
+    return Question(str(row.get("id") or f"{Path(where).name}"), prompt, ids, columns, where)
+
+
+def fingerprint(questions: list[Question]) -> str:
+    """Identity of the prompts in their order, for a resumed run."""
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(json.dumps([question.id, question.prompt_ids]).encode())
+    return digest.hexdigest()[:16]
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """One answer and all that is known about it."""
+
+    question: Question
+    completion: Completion
+    text: str
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    advantage: float = 0.0
+    informative: bool = False  # scored, in a group whose rewards differ
+
+    def line(self, step: int) -> dict:
+        c = asdict(self.completion)
+        return {
+            "step": step,
+            "id": self.question.id,
+            "sample": self.completion.sample,
+            "prompt": self.question.prompt,
+            "prompt_ids": self.question.prompt_ids,
+            "completion": self.text,
+            **{name: c[name] for name in ("completion_ids", "logps")},
+            "columns": self.question.columns,
+            "rewards": self.rewards,
+            "reward": self.reward,
+            "advantage": self.advantage,
+            **{name: c[name] for name in ("weight_versions", "finish_reason")},
+        }
+
+
+def rollout_path(output_dir: Path, kind: str, step: int) -> Path:
+    return output_dir / "rollouts" / f"{kind}-{step:06d}.jsonl"
+
+
+def write_lines(path: Path, lines: Iterable[dict]) -> None:
+    """Under a temporary name, renamed when all is on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_lines(path: Path) -> list[dict]:
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def completion_of(line: dict) -> Completion:
+    versions = [tuple(span) for span in line["weight_versions"]]
+    return Completion(line["id"], line["sample"], line["completion_ids"], line["logps"], line["finish_reason"], versions)
+
+
+class StopPoll:
+    """Says whether somebody asked for a stop, looking at the file system at most every few seconds."""
+
+    def __init__(self, stop_file: Path, seconds: float = 2.0):
+        self.stop_file, self.seconds = stop_file, seconds
+        self.seen, self._next = False, 0.0
+
+    def __call__(self) -> bool:
+        if not self.seen and time.monotonic() >= self._next:
+            self.seen = self.stop_file.exists()
+            self._next = time.monotonic() + self.seconds
+            dist.rest()  # a rollout may take longer than a collective is allowed to
+        return self.seen
+
+
+def collect(
+    backend: RolloutBackend,
+    questions: list[Question],
+    num_generations: int,
+    stop_file: Path,
+    kept: Iterable[Completion] = (),
+    *,
+    seed: int,
+    **sampling,
+) -> tuple[list[Completion], bool]:
+    """(`num_generations` completions to each question, in the questions' order, on every rank; stopped). A collective.
+
+    `kept`: completions from before a stop, which are not generated again. When STOP appears meanwhile: the finished ones only, True.
+    """
+    done = {(c.id, c.sample): c for c in kept}
+    missing: dict[int, list[Prompt]] = {}  # number of samples wanted -> prompts
+    for question in questions:
+        if count := sum((question.id, sample) not in done for sample in range(num_generations)):
+            missing.setdefault(count, []).append(question.as_prompt())
+    poll, stopped = StopPoll(stop_file), False
+    dist.rest()
+    for count, prompts in sorted(missing.items()):
+        call_seed = random.Random(f"{seed} {count}").getrandbits(63)
+        made = backend.generate(prompts, count, seed=call_seed, poll=poll, **sampling)
+        everything = dist.gather_objects((made, poll.seen))
+        free = {p.id: [s for s in range(num_generations) if (p.id, s) not in done] for p in prompts}
+        for completion in (c for part, _ in everything for c in part):
+            if completion.id not in free or not 0 <= completion.sample < count:
+                raise RuntimeError(f"the rollout returned an answer nobody asked for: id {completion.id}, sample {completion.sample}")
+            sample = free[completion.id][completion.sample]
+            if (completion.id, sample) in done:
+                raise RuntimeError(f"the rollout returned sample {completion.sample} of prompt {completion.id} twice")
+            if completion.finish_reason != "abort":
+                completion.sample = sample
+                done[completion.id, sample] = completion
+        stopped = any(seen for _, seen in everything)
+        if stopped:
+            break
+    dist.beat()
+    completions = [done[q.id, s] for q in questions for s in range(num_generations) if (q.id, s) in done]
+    if not stopped and len(completions) != len(questions) * num_generations:
+        lost = [q.id for q in questions if any((q.id, s) not in done for s in range(num_generations))]
+        raise RuntimeError(f"the rollout came back without answers to {len(lost)} prompts: {', '.join(lost[:10])}")
+    return completions, stopped

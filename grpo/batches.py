@@ -1,0 +1,160 @@
+"""Answers as packed rows: mini-batches (one optimizer step each) of micro-batches, with everything that the loss needs at hand.
+
+Shapes: N completion tokens of a packed row, R answers in it.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import dist
+from common.data import Bins, PackedBatch, collate, pack
+from common.logprobs import NO_TARGET
+from grpo import objectives
+from grpo.objectives import ObjectiveArguments
+from grpo.rollout import Answer
+
+
+class AnswerRows:
+    """Answers in the form that `common.data.collate` takes: ids and loss mask of prompt + completion."""
+
+    def __init__(self, answers: list[Answer]):
+        self.answers = answers
+        self.weights = np.ones(len(answers), np.float32)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(a.question.prompt_ids) + len(a.completion.completion_ids) for a in self.answers], np.int64)
+
+    def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        prompt, completion = self.answers[index].question.prompt_ids, self.answers[index].completion.completion_ids
+        return np.array(prompt + completion, np.int64), np.arange(len(prompt) + len(completion)) >= len(prompt)
+
+
+@dataclass
+class MicroBatch:
+    """One packed row of one rank. Without targets where a rank has run out of rows: it still takes part in every collective."""
+
+    packed: PackedBatch
+    answers: list[int]  # index of each answer [R] among those of the rollout; empty in a row without targets
+    row: Tensor  # [N] the answer that a token belongs to, an index into `answers`
+    advantages: Tensor  # [R] float64
+    sampled: Tensor  # [N] log-probabilities of the engine
+    policy: Tensor  # [N] bool: the answer takes part in the policy term
+    divergence: Tensor  # [N] bool: the answer takes part in the KL term
+    old: Tensor | None = None  # [N] log-probabilities of the trainer at the weights of the rollout
+    reference: Tensor | None = None  # [N] those of the untrained model
+    weights: Tensor | None = None  # [N] correction, 0 where it rejects the token
+    policy_scale: Tensor | None = None  # [N]
+    kl_scale: Tensor | None = None  # [N]
+
+    def to(self, device) -> "MicroBatch":
+        moved = {name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, packed=self.packed.to(device), **moved)
+
+    def of_targets(self, values: Tensor) -> Tensor:
+        """values [T] of the packed row at its completion tokens [N]."""
+        return values[self.packed.targets.flatten() != NO_TARGET]
+
+
+def is_trained(answer: Answer, mask_truncated: bool) -> bool:
+    return answer.informative and not (mask_truncated and answer.completion.finish_reason == "length")
+
+
+def make_mini_batches(
+    answers: list[Answer],
+    num_minibatches: int,
+    *,
+    max_length: int,
+    bins_per_row: int,
+    packing: bool,
+    pad_to: int | None,
+    mask_truncated: bool,
+    with_kl: bool,
+) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of each mini-batch; every rank has equally many in each. All ranks pass the same answers.
+
+    Prompts go to mini-batches whole, in order. Answers that no term of the loss sees are left out; a mini-batch may be empty.
+    """
+    ids = list(dict.fromkeys(answer.question.id for answer in answers))
+    place = {name: number * num_minibatches // len(ids) for number, name in enumerate(ids)}
+    data = AnswerRows(answers)
+    lengths = data.lengths()
+    batches = []
+    for number in range(num_minibatches):
+        chosen = [
+            index
+            for index, answer in enumerate(answers)
+            if place[answer.question.id] == number
+            and (is_trained(answer, mask_truncated) or (with_kl and _in_divergence(answer, mask_truncated)))
+        ]
+        bins = _pack(lengths[chosen], max_length, packing, dist.world_size() * bins_per_row, fixed=pad_to is not None)
+        bins = Bins(np.array(chosen, np.int64)[bins.rows], bins.offsets)
+        size = bins_per_row * dist.world_size()
+        rows = []
+        for first in range(0, len(bins), size):
+            start = first + dist.rank() * bins_per_row
+            mine = [b for b in range(start, start + bins_per_row) if b < len(bins)]
+            rows.append(_micro_batch(data, bins, mine, pad_to, mask_truncated))
+        batches.append(rows)
+    return batches
+
+
+def _in_divergence(answer: Answer, mask_truncated: bool) -> bool:
+    return not (mask_truncated and answer.completion.finish_reason == "length")
+
+
+def _pack(lengths: np.ndarray, max_length: int, packing: bool, bins_per_window: int, fixed: bool) -> Bins:
+    """Bins of up to max_length tokens; where the last window would stay partly empty, shorter ones, so that all ranks have work."""
+    bins = pack(lengths, max_length, packing)
+    room = -(-len(bins) // bins_per_window) * bins_per_window
+    if packing and not fixed and len(bins) < room:
+        even = pack(lengths, max(int(lengths.max()), int(1.1 * lengths.sum() / room)), packing)
+        bins = even if len(even) <= room else bins
+    return bins
+
+
+def _micro_batch(data: AnswerRows, bins: Bins, mine: list[int], pad_to: int | None, mask_truncated: bool) -> MicroBatch:
+    packed = collate(data, bins, mine or [len(bins) - 1], pad_to=pad_to, zero_weight=not mine)
+    rows = packed.rows if mine else []
+    answers = [data.answers[index] for index in rows]
+    counts = torch.tensor([len(answer.completion.completion_ids) for answer in answers], dtype=torch.int64)
+    row = torch.repeat_interleave(torch.arange(len(answers)), counts)
+
+    def per_token(values, dtype):
+        return torch.tensor(values, dtype=dtype)[row] if rows else torch.zeros(0, dtype=dtype)
+
+    return MicroBatch(
+        packed,
+        rows,
+        row,
+        torch.tensor([answer.advantage for answer in answers], dtype=torch.float64),
+        torch.tensor([logp for answer in answers for logp in answer.completion.logps], dtype=torch.float32),
+        per_token([is_trained(answer, mask_truncated) for answer in answers], torch.bool),
+        per_token([_in_divergence(answer, mask_truncated) for answer in answers], torch.bool),
+    )
+
+
+def weigh(mini_batches: list[list[MicroBatch]], args: ObjectiveArguments, max_completion_length: int) -> list[Tensor]:
+    """Sets each micro-batch's correction weights and scales, once `old` is there. A collective.
+
+    Returns for each mini-batch the window's counts [4]: tokens and answers of the policy term, tokens and answers of the KL term.
+    """
+    windows = torch.zeros(len(mini_batches), 4, dtype=torch.float64, device=dist.device())
+    for number, batches in enumerate(mini_batches):
+        for batch in batches:
+            num_rows = len(batch.answers)
+            batch.weights = objectives.correction_weights(batch.old - batch.sampled, batch.row, num_rows, args)
+            # A token that the correction rejects counts nowhere: neither in the sum nor in what divides it.
+            batch.policy = batch.policy & (batch.weights > 0)
+            both = [objectives.counts(mask, batch.row, num_rows) for mask in (batch.policy, batch.divergence)]
+            windows[number] += torch.cat(both).to(windows.device)
+    dist.all_sum(windows)
+    for batches, window in zip(mini_batches, windows, strict=True):
+        for batch in batches:
+            batch.policy_scale, batch.kl_scale = (
+                objectives.token_scales(mask, batch.row, len(batch.answers), part, args.loss_type, max_completion_length)
+                for mask, part in ((batch.policy, window[:2]), (batch.divergence, window[2:]))
+            )
+    return list(windows.cpu())
