@@ -243,7 +243,7 @@ class ShardedModel:
             if trained_only and not flat.requires_grad:
                 continue
             shard = getattr(flat, "_local_shard", flat).detach()
-            if dtype is not None and shard.dtype != fp8.DTYPE and handle._fwd_bwd_param_dtype != torch.float32:
+            if dtype is not None and module.mixed_precision.param_dtype is not None:
                 shard = shard.to(dtype)
             whole = torch.empty(shard.numel() * handle.world_size, dtype=shard.dtype, device=shard.device)
             dist.all_gather_flat(bytes_of(whole), bytes_of(shard.contiguous()), handle.process_group)
