@@ -106,7 +106,9 @@ def split_conversations(prompt, chosen: list, rejected: list) -> tuple[list, tup
     for name, messages in zip(ANSWERS, (chosen, rejected), strict=True):
         role = messages[shared].get("role") if shared < len(messages) and isinstance(messages[shared], dict) else "assistant"
         if role != "assistant":
-            raise BadRow(f"the conversations part at message {shared}, which is not an assistant turn in {name} ({role}): they share no prompt")
+            raise BadRow(
+                f"the conversations part at message {shared}, which is not an assistant turn in {name} ({role}): they share no prompt"
+            )
     if shared < 1:
         raise BadRow("the conversations have no message in common: without a prompt the answers cannot be compared")
     begin = chosen[:shared]

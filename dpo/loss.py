@@ -33,7 +33,7 @@ class LossArguments:
     beta: float = option(0.1, "Strength of the pull to the reference model. sigmoid_norm compares means over tokens and needs about 5.")
     loss_type: list[str] = option(["sigmoid"], f"One or several of {', '.join(LOSS_TYPES)}.")
     loss_weights: list[float] = option([], "Weight of each loss, in their order. Default: 1 each.")
-    label_smoothing: float = option(0.0, "Assumed share of pairs whose answers are swapped, for sigmoid (then conservative DPO) and robust.")
+    label_smoothing: float = option(0.0, "Assumed share of swapped pairs, for sigmoid (then conservative DPO) and robust.")
 
     def __post_init__(self):
         self.loss_weights = self.loss_weights or [1.0] * len(self.loss_type)
@@ -41,7 +41,8 @@ class LossArguments:
         if unknown or not self.loss_type or len(set(self.loss_type)) != len(self.loss_type):
             raise ValueError(f"loss_type is {self.loss_type}; give each of {', '.join(LOSS_TYPES)} at most once.")
         if len(self.loss_weights) != len(self.loss_type):
-            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(self.loss_type)} losses ({', '.join(self.loss_type)}).")
+            losses = f"{len(self.loss_type)} losses ({', '.join(self.loss_type)})"
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {losses}.")
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta}; it must be positive.")
         if not 0 <= self.label_smoothing < 0.5:

@@ -1,8 +1,8 @@
 """Log-probabilities of the untrained model, computed once before training, with the model that is then trained.
 
-    OUTPUT_DIR/reference/train/   key.json           everything that could change the numbers; compared at every start
-                                  part-00003.bin     records of rank 3, appended bin by bin: they survive a kill, whatever the number of ranks
-                                  sums.npy           [examples] float64, memory-mapped; written when all parts are there
+    OUTPUT_DIR/reference/train/   key.json        everything that could change the numbers; compared at every start
+                                  part-00003.bin  records of rank 3, appended row by row: they survive a kill, on any number of ranks
+                                  sums.npy        [examples] float64, memory-mapped; written when all parts are there
 
 The same kernels, precision and packing as in training, so that the first loss is ln 2 and not noise of a router that chose otherwise.
 No second model is ever in memory, and a resumed run reads what was computed before its first step.
@@ -59,7 +59,15 @@ def key_of(dataset: TokenizedDataset, bins: Bins, model: run.Model, model_args: 
 
 
 def compute_reference(
-    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, key: dict, *, bins_per_row: int, pad_to: int | None, stop_dir: Path
+    folder: Path,
+    model: run.Model,
+    dataset: TokenizedDataset,
+    bins: Bins,
+    key: dict,
+    *,
+    bins_per_row: int,
+    pad_to: int | None,
+    stop_dir: Path,
 ) -> np.ndarray | None:
     """Summed log-probability of every example [examples] float64, memory-mapped; None if STOP appeared in `stop_dir` meanwhile.
 
@@ -107,7 +115,14 @@ def part_path(folder: Path, rank: int) -> Path:
 
 
 def forward_bins(
-    folder: Path, model: run.Model, dataset: TokenizedDataset, bins: Bins, todo: np.ndarray, bins_per_row: int, pad_to: int | None, stop_dir: Path
+    folder: Path,
+    model: run.Model,
+    dataset: TokenizedDataset,
+    bins: Bins,
+    todo: np.ndarray,
+    bins_per_row: int,
+    pad_to: int | None,
+    stop_dir: Path,
 ) -> bool:
     """Appends the answers' log-probabilities of the bins `todo` to this rank's part. False if STOP appeared."""
     path = part_path(folder, dist.rank())
@@ -166,7 +181,8 @@ def merge(folder: Path, dataset: TokenizedDataset) -> None:
     sums = read_parts(folder, dataset)
     missing = np.flatnonzero(~np.isfinite(sums))
     if len(missing):
-        raise RuntimeError(f"{folder}: {len(missing)} of {len(sums)} reference log-probabilities are missing, the first of {dataset.where(missing[0])}")
+        first = dataset.where(missing[0])
+        raise RuntimeError(f"{folder}: {len(missing)} of {len(sums)} reference log-probabilities are missing, the first of {first}")
     temporary = folder / "sums.tmp"
     with open(temporary, "wb") as file:
         np.save(file, sums)

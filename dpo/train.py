@@ -1,6 +1,7 @@
-"""Direct preference optimisation on plain PyTorch FSDP.
+r"""Direct preference optimisation on plain PyTorch FSDP.
 
-    torchrun --nproc-per-node 8 -m dpo.train --config dpo/configs/qwen3_235b.yaml --model_name_or_path BASE --train_files pairs.jsonl --output_dir runs/a
+    torchrun --nproc-per-node 8 -m dpo.train --config dpo/configs/qwen3_235b.yaml --model_name_or_path BASE \
+        --train_files pairs.jsonl --output_dir runs/a
 
 Both answers of a pair go through the model in one packed row. The untrained model's log-probabilities are computed first, into
 OUTPUT_DIR/reference, so no second model is in memory. The loss of a step is a sum over the whole window (all ranks, all micro-batches)
@@ -47,6 +48,10 @@ class PairData:
 
     def batch(self, bin_ids, pad_to: int | None, zero_weight: bool = False) -> PairBatch:
         return collate_pairs(self.dataset, self.bins, bin_ids, self.reference, pad_to=pad_to, zero_weight=zero_weight)
+
+    def where(self, bin_ids) -> str:
+        """File and line of every pair of some bins."""
+        return ", ".join(self.dataset.where(row) for bin_id in bin_ids for row in self.bins[bin_id][::2])
 
 
 def micro_batches(data: PairData, window: list[int], args: TrainArguments, pad_to: int | None) -> list[PairBatch]:
@@ -120,7 +125,7 @@ def check_reference(drift: float, compute_dtype: str) -> None:
     if not drift <= limit:
         raise RuntimeError(
             f"the untrained model differs from its own reference log-probabilities by {drift:.4f} per token, allowed {limit}. "
-            "Delete the run's folder `reference` to compute them anew; if it comes again, forward passes on this machine are not repeatable."
+            "Delete the run's folder `reference` to compute them anew; if it comes again, forward passes here are not repeatable."
         )
     log.info("reference check: model and reference agree to %.2g per token before the first update", drift)
 
@@ -134,7 +139,9 @@ def main() -> None:
 
     # Data first: a bad row must be known before a large model is loaded.
     train = PairData(*run.load_data(data_args.train_files, tokenizer, data_args, output_dir, PairRule()))
-    held_out = PairData(*run.load_data(data_args.eval_files, tokenizer, data_args, output_dir, PairRule())) if data_args.eval_files else None
+    held_out = None
+    if data_args.eval_files:
+        held_out = PairData(*run.load_data(data_args.eval_files, tokenizer, data_args, output_dir, PairRule()))
     data_identity = {"data": train.dataset.path.name, "max_length": data_args.max_length, "packing": data_args.packing}
     bins_per_step = run.batch_identity(args)["bins_per_step"]
     order = Order(len(train.bins), args.seed)
@@ -199,7 +206,7 @@ def main() -> None:
         if state.step == 0:
             check_reference(figures["drift"], model_args.compute_dtype)
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
-        grad_norm, skipped = guard.step(loss, lr, lambda: ", ".join(train.dataset.where(row) for b in window for row in train.bins[b][::2]))
+        grad_norm, skipped = guard.step(loss, lr, lambda: train.where(window))
         state.step, state.epoch, state.offset = state.step + 1, epoch, offset
         state.tokens += int(tokens)
         state.skipped_steps += skipped

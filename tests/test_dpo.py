@@ -36,7 +36,8 @@ def write_pairs(file: Path, count: int, seed: int) -> Path:
     with open(file, "w") as stream:
         for _ in range(count):
             right, wrong = draw.sample(WORDS, 2)
-            stream.write(json.dumps({"prompt": [{"role": "user", "content": f"{right} {right}"}], "chosen": right, "rejected": wrong}) + "\n")
+            prompt = [{"role": "user", "content": f"{right} {right}"}]
+            stream.write(json.dumps({"prompt": prompt, "chosen": right, "rejected": wrong}) + "\n")
     return file
 
 
@@ -263,8 +264,10 @@ def finished_reference(folder: str, file: str, output: str) -> tuple:
     """One rank goes on with what two have left, one of whose files a kill cut short."""
     model, data, key = built(folder, file, output)
     cut = Path(output) / "cut"
+    damaged = np.fromfile(part_path(cut, 0), RECORD, count=1)  # of an answer that is done: must not count instead of the whole record
+    damaged["tokens"], damaged["logps"] = 0, 0
     with open(part_path(cut, 0), "ab") as stream:
-        stream.write(np.zeros(1, RECORD).tobytes() + b"torn")
+        stream.write(damaged.tobytes() + b"torn")
     left = read_parts(cut, data.dataset)
     other = DataArguments(train_files=[file], max_length=512, data_workers=1)
     changed = key_of(data.dataset, data.bins, model, ModelArguments(model_name_or_path=folder, attn_implementation="sdpa"), other)
@@ -331,7 +334,8 @@ def options_of(model, train, output, *more) -> list:
 
 def stop_after(lines: int, output: Path, options: list) -> str:
     """Runs the command, touches STOP once so many steps are logged; returns its log."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dpo.train", *map(str, options)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dpo.train"]
+    command += map(str, options)
     with open(output.with_suffix(".log"), "w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
         metrics = output / "metrics.jsonl"

@@ -83,7 +83,8 @@ def spaces_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {token: index for index, token in enumerate([*alphabet, "\u0120\u0120", "\u0120\u0120\u0120"])}
     model = Tokenizer(models.BPE(vocab, merges=[("\u0120", "\u0120"), ("\u0120\u0120", "\u0120")]))
     pattern = Regex(r" ?[^\s\p{L}\p{N}]+|\p{L}+|\p{N}|\s*[\r\n]+|\s+(?!\S)|\s+")
-    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
+    split = pre_tokenizers.Split(pattern, "isolated")
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     model.decoder = decoders.ByteLevel()
     template = (
         "{% for m in messages %}{{ m.role + ':   ' + m.content + '<end>' }}{% endfor %}"
@@ -148,7 +149,9 @@ def test_dropped_pairs_are_counted_by_reason(build):
     assert "2 identical answers" in dataset.summary()
 
 
-@pytest.mark.parametrize("first, second, room, limit", [(10, 300, 100, 90), (300, 10, 100, 90), (300, 300, 101, 50), (50, 51, 100, 50), (60, 70, 100, 50)])
+@pytest.mark.parametrize(
+    "first, second, room, limit", [(10, 300, 100, 90), (300, 10, 100, 90), (300, 300, 101, 50), (50, 51, 100, 50), (60, 70, 100, 50)]
+)
 def test_common_limit(first, second, room, limit):
     assert common_limit(first, second, room) == limit
     kept = min(first, limit) + min(second, limit)
@@ -177,7 +180,9 @@ def test_truncation_drops_what_it_would_make_senseless(build):
 
 
 def many_rows(count: int) -> list[dict]:
-    return [{"prompt": [USER], "chosen": "red " * (1 + i % 7), "rejected": "blue " * (2 + i % 5), "weight": 1 + i % 3} for i in range(count)]
+    row = {"prompt": [USER], "weight": 1}
+    answers = [("red " * (1 + i % 7), "blue " * (2 + i % 5), 1 + i % 3) for i in range(count)]
+    return [row | {"chosen": chosen, "rejected": rejected, "weight": weight} for chosen, rejected, weight in answers]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -235,13 +240,15 @@ def test_thinking_that_a_template_rewrites_is_refused(tokenizer, monkeypatch):
     template = (
         "{% set last = (messages | rejectattr('role', 'equalto', 'assistant') | list)[-1] %}"
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.reasoning_content is defined and messages.index(m) > messages.index(last) %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        "{% if m.reasoning_content is defined and messages.index(m) > messages.index(last) %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
         "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     monkeypatch.setattr(tokenizer, "chat_template", template)
     thinking = {**RED, "reasoning_content": "warm"}
+    two_turns = [thinking, {"role": "user", "content": "Why?"}, thinking]
     with pytest.raises(BadRow, match="rewrites earlier turns"):
-        PairRule().render(Chat(tokenizer), {"prompt": [USER], "chosen": [thinking, {"role": "user", "content": "Why?"}, thinking], "rejected": [BLUE]})
+        PairRule().render(Chat(tokenizer), {"prompt": [USER], "chosen": two_turns, "rejected": [BLUE]})
     assert len(PairRule().render(Chat(tokenizer), {"prompt": [USER], "chosen": [thinking], "rejected": [BLUE]})) == 2
 
 

@@ -185,4 +185,5 @@ def test_equal_to_trl(options):
     means = figure_means(figure_sums(pairs, options.get("beta", 0.1)))
     ours = {"chosen": "rewards/chosen", "rejected": "rewards/rejected", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
     ours |= {"logps_chosen": "logps/chosen", "logps_rejected": "logps/rejected"}
-    assert {name: means[name] for name in ours} == pytest.approx({name: metrics[theirs] for name, theirs in ours.items()}, rel=2e-5, abs=1e-6)
+    expected = {name: metrics[theirs] for name, theirs in ours.items()}
+    assert {name: means[name] for name in ours} == pytest.approx(expected, rel=2e-5, abs=1e-6)
