@@ -8,6 +8,7 @@ its share of the answers and frees the twin again. The whole model must fit besi
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class HfBackend:
         try:
             with torch.random.fork_rng(devices=[dist.device()] if torch.cuda.is_available() else []):
                 torch.manual_seed(random.Random(f"{seed} {dist.rank()}").getrandbits(63))
-                bar = dist.progress(len(mine), "rollout", "answer")
+                reported = time.monotonic()
                 for first in range(0, len(mine), self.batch_size):
                     if poll():
                         break
@@ -92,8 +93,9 @@ class HfBackend:
                     )
                     for (prompt, sample), (ids, logps, reason) in zip(batch, answers, strict=True):
                         completions.append(Completion(prompt.id, sample, ids, logps, reason, [(self.version, 0, len(ids))]))
-                    bar.update(len(batch))
-                bar.close()
+                    if time.monotonic() > reported + 60:
+                        reported = time.monotonic()
+                        log.info("rollout: %d of %d answers of this rank", len(completions), len(mine))
         finally:
             self._free()
         return completions
