@@ -11,6 +11,7 @@ from torch import nn
 
 from common import dist
 from common.families import Family
+from common.freeze import Selection
 
 log = logging.getLogger(__name__)
 
@@ -29,33 +30,48 @@ def peak_flops() -> float | None:
 class ModelFlops:
     """FLOPs of forward and backward, from the shapes of a model that is still on meta.
 
-    6 a token and active matrix element (2 forward, 4 backward), the head included, the embedding look-up not; routed experts count
-    top_k / num_experts of their elements. Full attention adds 6 * heads * (qk_dim + v_dim) a pair of tokens that see each other (causal:
-    half the square). Recomputation under gradient checkpointing is not counted (it would flatter the figure), nor is the recurrence of
-    Gated DeltaNet (under 2 % of its layer).
+    A token and active matrix element cost 2 forward, 2 for the gradient that goes on down and 2 for the weight's own: 6 where everything
+    trains, 4 for a frozen matrix above something that trains, 2 below the lowest layer that does. The head is included, the embedding
+    look-up not; routed experts count top_k / num_experts of their elements. Full attention adds 2 * heads * (qk_dim + v_dim) a pair of
+    tokens that see each other, 6 with backward (causal: half the square). Recomputation under gradient checkpointing is not counted (it
+    would flatter the figure), nor is the recurrence of Gated DeltaNet (under 2 % of its layer).
     """
 
-    def __init__(self, model: nn.Module, family: Family):
+    def __init__(self, model: nn.Module, family: Family, selection: Selection | None = None, detach_moe_output: bool = False):
         config = model.config.get_text_config()
-        self.active_elements = 0.0
+        lowest = 0 if selection is None or selection.embeddings else selection.lowest_layer
+        paths = model.decoder_layer_paths
+        below = paths if lowest is None else paths[:lowest]
+        moe = family.experts.rpartition(".")[0]
+
+        def cost(name: str, parameter: nn.Parameter) -> float:
+            if lowest is None or name.startswith(tuple(path + "." for path in below)):
+                return 2.0
+            if detach_moe_output and f".{moe}." in name and hasattr(model.get_submodule(name.partition(f".{moe}.")[0] + f".{moe}"), "experts"):
+                return 2.0
+            return 6.0 if selection is None or name in selection.names else 4.0
+
+        self.per_token = 0.0
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2 or parameter is model.get_input_embeddings().weight:
                 continue
-            routed = f".{family.experts}." in name
-            share = config.num_experts_per_tok / parameter.shape[0] if routed else 1.0
-            self.active_elements += parameter.numel() * share
+            share = 1.0
+            if f".{family.experts}." in name:
+                share = config.num_experts_per_tok / parameter.shape[0]
+            self.per_token += cost(name, parameter) * parameter.numel() * share
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # tied: the head still multiplies
-            self.active_elements += model.get_output_embeddings().weight.numel()
+            self.per_token += cost("lm_head.weight", None) * model.get_output_embeddings().weight.numel()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        full_layers = sum(kind != "linear_attention" for kind in kinds)
+        backward = [lowest is not None and number >= lowest for number in range(len(kinds))]
+        factor = sum(6.0 if trains else 2.0 for kind, trains in zip(kinds, backward, strict=True) if kind != "linear_attention")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         qk_dim = getattr(config, "qk_head_dim", None) or head_dim
         v_dim = getattr(config, "v_head_dim", None) or head_dim
-        self.per_pair = 6.0 * full_layers * config.num_attention_heads * (qk_dim + v_dim)
+        self.per_pair = factor * config.num_attention_heads * (qk_dim + v_dim)
 
     def of(self, tokens: int, squared_lengths: float) -> float:
         """FLOPs of `tokens` tokens whose segments' squared lengths sum to `squared_lengths`."""
-        return 6.0 * self.active_elements * tokens + self.per_pair * squared_lengths / 2
+        return self.per_token * tokens + self.per_pair * squared_lengths / 2
 
 
 def squared_lengths(cu_seq_lens: torch.Tensor) -> float:

@@ -134,11 +134,11 @@ def build_model(args: ModelArguments, trainable: str | None = None) -> Model:
     attention.prepare(skeleton)
     source = Checkpoint(path)
     converter = Converter(skeleton, source)
-    flops = ModelFlops(skeleton, family)
     router_stats = RouterStats(skeleton, family, with_logits=args.load_balancing_coef > 0)
     if args.load_balancing_coef > 0 and not router_stats.routers:
         raise ValueError(f"load_balancing_coef is {args.load_balancing_coef}, but {path} is a dense model without routers. Set it to 0.")
     options = unit_options(args, skeleton, family, trainable or args.trainable)
+    flops = ModelFlops(skeleton, family, options.selection, args.detach_moe_output)
     precision = Precision(getattr(torch, args.master_dtype), getattr(torch, args.compute_dtype), getattr(torch, args.reduce_dtype))
     sharded = load_and_shard(
         skeleton,

@@ -385,10 +385,10 @@ def test_a_changed_byte_is_found(tiny_dir, run_ranks):
     assert "1 tensors that must not train" in buffers and "model.layers.1.mlp.gate.e_score_correction_bias" in buffers
 
 
-def _saved_bytes(path):
-    """Bytes that autograd keeps for backward in one forward, by what trains."""
+def _saved_bytes(path, upper=UPPER):
+    """Bytes that autograd keeps for backward in one forward, by what trains; weights are not counted."""
     sizes = {}
-    for name, selecting in {"all": {}, "attention": {"trainable": "attention"}, "upper": UPPER}.items():
+    for name, selecting in {"all": {}, "attention": {"trainable": "attention"}, "upper": upper}.items():
         model = build(path, selecting, torch.bfloat16, gradient_checkpointing=False)
         batch, kept = Batch([40, 24], 0), {}
         flat = [module._handle.flat_param for module in model.root.modules() if getattr(module, "_handle", None) is not None]
@@ -409,3 +409,24 @@ def _saved_bytes(path):
 def test_lower_layers_keep_no_activations(tiny_dir, run_ranks):
     sizes = run_ranks(1, _saved_bytes, str(tiny_dir("qwen3_moe")))[0]
     assert sizes["upper"] < 0.62 * sizes["attention"] <= 0.62 * sizes["all"], sizes
+
+
+def test_flops_of_parts(tiny_dir):
+    """A frozen matrix above the lowest trained layer costs 4 a token, one below it 2; with everything trained 6."""
+    from common.metrics import ModelFlops
+
+    skeleton, family = _skeleton(tiny_dir("qwen3_moe"))
+    # Active elements of a layer: attention, router, 2 of 12 experts; and the head.
+    attention_size, router, experts, head = 4 * 32 * 64 * 2 + 2 * 2 * 32 * 64, 12 * 64, 2 * 3 * 48 * 64, 384 * 64
+    pairs = 4 * (32 + 32)
+    layer = attention_size + router + experts
+    whole = ModelFlops(skeleton, family)
+    assert whole.of(1, 0) == 6 * (4 * layer + head)
+    assert whole.of(0, 2) == 4 * 6 * pairs
+    upper = ModelFlops(skeleton, family, freeze.select(skeleton, family, **UPPER))
+    assert upper.of(1, 0) == 2 * 2 * layer + 2 * (6 * attention_size + 4 * (router + experts)) + 4 * head
+    assert upper.of(0, 2) == (2 * 2 + 2 * 6) * pairs
+    detached = ModelFlops(skeleton, family, freeze.select(skeleton, family, **UPPER), detach_moe_output=True)
+    assert detached.of(1, 0) == 2 * 2 * layer + 2 * (6 * attention_size + 2 * (router + experts)) + 4 * head
+    nothing = ModelFlops(skeleton, family, freeze.select(skeleton, family, trainable="none"))
+    assert nothing.of(1, 0) == 2 * (4 * layer + head)
