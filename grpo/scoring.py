@@ -95,7 +95,10 @@ class Worker:
                 return self.connection.recv()
             failure = f"no result after {timeout:g} s"
         except (EOFError, OSError):
-            failure = f"the worker process died (exit code {self.process.poll()})"
+            try:
+                failure = f"the worker process died (exit code {self.process.wait(timeout=5)})"
+            except subprocess.TimeoutExpired:
+                failure = "the worker process closed its connection"
         self.close()
         return None, failure
 

@@ -214,7 +214,9 @@ class Fleet:
             if spans is None:
                 return None
             if any(not oldest <= number <= version for number, _, _ in spans):
-                endpoint.give_up(f"tokens came from weights {sorted({n for n, _, _ in spans})}, expected {oldest} to {version}: it was restarted")
+                endpoint.give_up(
+                    f"tokens came from weights {sorted({n for n, _, _ in spans})}, expected {oldest} to {version}: it was restarted"
+                )
                 return None
             completions.append(Completion(request.id, choice.index, choice.ids, choice.logps, choice.finish_reason, spans))
         return completions
@@ -278,7 +280,12 @@ class VllmBackend:
         wait_minutes: how long to wait for a server when none is left. concurrency: requests of one node in flight at one server."""
         self.model, self.rollout_lag = model, rollout_lag
         self.urls, self.timeouts = list(servers), timeouts or Timeouts()
-        self.address, self.concurrency, self.request_seconds, self.wait_seconds = address, concurrency, request_minutes * 60, wait_minutes * 60
+        self.address, self.concurrency, self.request_seconds, self.wait_seconds = (
+            address,
+            concurrency,
+            request_minutes * 60,
+            wait_minutes * 60,
+        )
         self.stop_ids = stop_token_ids(model)
         self.probe = Probe(model.sharded, probe_prompts)
         self.weights: WeightSync | None = None
@@ -414,9 +421,7 @@ class VllmBackend:
                 return stopped
 
             endpoints = self._endpoints()
-            fleet = Fleet(
-                endpoints, concurrency=self.concurrency, request_seconds=self.request_seconds, timeouts=self.timeouts
-            )
+            fleet = Fleet(endpoints, concurrency=self.concurrency, request_seconds=self.request_seconds, timeouts=self.timeouts)
             finished, missing = fleet.run(requests, lambda: self.version, self.oldest, asked_to_stop)
             completions += finished
             lost = bool(missing) and not stopped

@@ -1,0 +1,223 @@
+"""GRPO as a user runs it: resume in the middle of a rollout, stop, records, reference, invariance, learning."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from common import run
+from common.config import DataArguments, ModelArguments
+from grpo.experience import GRPOTrainArguments, Setup, prepare
+from grpo.objectives import ObjectiveArguments
+from grpo.rollout import Answer, Completion, Question, RolloutArguments
+from grpo.scoring import RewardArguments
+from grpo.train import check_arguments, forward_backward
+from tests.conftest import ROOT, read_metrics
+
+REWARDS = """
+def vowels(prompts, completions, scale, **_):
+    return [s * sum(c in "aeiou" for c in text) for s, text in zip(scale, completions)]
+
+def short(prompts, completions, **_):
+    return [None if len(text) > 60 else -float(len(text)) for text in completions]
+"""
+SMALL = (
+    "--max_length=96", "--max_completion_length=12", "--num_prompts_per_step=4", "--num_generations=4", "--learning_rate=1e-3",
+    "--warmup_steps=0", "--reward_funcs", "my_rewards:vowels", "my_rewards:short", "--reward_weights", "1", "0.1", "--reward_workers=1",
+    "--mask_truncated_completions=False", "--per_device_train_batch_size=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    for name, count in (("train", 12), ("eval", 3)):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for i in range(count):
+                prompt = [{"role": "user", "content": " ".join(["story", "river", "box"][: 1 + i % 3]) + f" {i}"}]
+                file.write(json.dumps({"id": f"{name}-{i}", "prompt": prompt, "scale": 1.0 + i % 2}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def grpo(launch, files):
+    """grpo(model, output, "--max_steps=3", ranks=2) trains and returns metrics.jsonl without wall-clock figures."""
+
+    def start(model, output, *options, ranks: int = 2, **kwargs):
+        data = (f"--model_name_or_path={model}", f"--train_files={files / 'train.jsonl'}", f"--output_dir={output}")
+        done = launch("grpo.train", *data, *SMALL, *options, ranks=ranks, env={"PYTHONPATH": str(files)}, **kwargs)
+        return read_metrics(output) if done.returncode == 0 else done
+
+    return start
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return tensors
+
+
+def test_six_steps_are_three_and_three_in_the_middle_of_a_rollout(tiny_dir, grpo, files, tmp_path):
+    """A rollout takes four steps here, so step 3 is inside one: its answers, log-probabilities and reference come from the disk."""
+    model = tiny_dir("qwen3_moe")
+    options = (
+        "--num_minibatches=2", "--num_iterations=2", "--beta=0.05", "--rollout_correction=token_tis", "--save_steps=3",
+        f"--eval_files={files / 'eval.jsonl'}", "--eval_steps=3", "--eval_num_generations=2",
+    )  # fmt: skip
+    whole = grpo(model, tmp_path / "whole", *options, "--max_steps=6")
+    grpo(model, tmp_path / "parts", *options, "--max_steps=3")
+    parts = grpo(model, tmp_path / "parts", *options, "--max_steps=6")
+    assert whole == parts and [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+    one, two = tensors_of(tmp_path / "whole" / "final"), tensors_of(tmp_path / "parts" / "final")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], base) for name, base in tensors_of(model).items())
+    for file in ("step-000001.jsonl", "step-000005.jsonl", "eval-000003.jsonl"):
+        assert (tmp_path / "whole" / "rollouts" / file).read_text() == (tmp_path / "parts" / "rollouts" / file).read_text()
+
+    # The numbers of each step: on policy before the first update, off it afterwards; KL from 0 on.
+    assert whole[0]["grpo/ratio"] == pytest.approx(1.0, abs=1e-6) and whole[4]["grpo/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert whole[0]["grpo/kl"] == pytest.approx(0.0, abs=1e-6) and whole[3]["grpo/kl"] > 1e-5
+    assert abs(whole[2]["grpo/ratio"] - 1) > 1e-6
+    assert [line["grpo/weight_lag"] for line in whole] == [0, 1, 2, 3, 0, 1]
+    assert [line["grpo/weight_version"] for line in whole] == [0, 0, 0, 0, 4, 4]
+    assert {"eval/reward", "eval/reward/vowels"} <= set(whole[2]) and "eval/reward" not in whole[3]
+    assert {"grpo/reward", "grpo/reward/short", "grpo/collapse_rate", "grpo/clip_share", "grpo/entropy", "grpo/logp_diff_max"} <= set(
+        whole[0]
+    )
+
+    # The record: one line an answer, everything about it, before the step.
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "rollouts" / "step-000001.jsonl").read_text().splitlines()]
+    assert len(lines) == 16 and len({(line["id"], line["sample"]) for line in lines}) == 16
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for line in lines:
+        assert tokenizer.decode(line["completion_ids"], skip_special_tokens=True) == line["completion"]
+        assert line["rewards"]["vowels"] == line["columns"]["scale"] * sum(c in "aeiou" for c in line["completion"])
+        short = line["rewards"]["short"]
+        assert line["reward"] == pytest.approx(line["rewards"]["vowels"] + (0.1 * short if short is not None else 0))
+        assert len(line["logps"]) == len(line["completion_ids"]) and line["weight_versions"] == [[0, 0, len(line["logps"])]]
+    for name in {line["id"] for line in lines}:
+        assert sum(line["advantage"] for line in lines if line["id"] == name) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_stop_during_generation_is_honoured_and_resumed(tiny_dir, grpo, files, tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "grpo.train"]
+    long = ["--max_length=900", "--max_completion_length=800", "--num_prompts_per_step=2", "--save_steps=0", "--max_steps=1"]
+    data = [f"--model_name_or_path={tiny_dir('llama')}", f"--train_files={files / 'train.jsonl'}", f"--output_dir={output}"]
+    environment = os.environ | {"PYTHONPATH": str(files)}
+    process = subprocess.Popen([*command, *data, *SMALL, *long], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in process.stderr:
+            if "sharded" in line:  # the model is loaded, the first rollout begins
+                break
+        time.sleep(2.0)
+        (output / "STOP").touch()
+        start = time.monotonic()
+        rest = process.stderr.read()
+        assert process.wait(timeout=120) == 0, rest[-3000:]
+        assert time.monotonic() - start < 60
+    finally:
+        process.kill()
+    assert "STOP found: saved at step 0" in rest and not (output / "DONE").exists()
+    assert (output / "checkpoint-000000" / "COMPLETE").exists()
+    assert (output / "rollouts" / "unfinished-000001.jsonl").exists() and not (output / "rollouts" / "step-000001.jsonl").exists()
+    metrics = grpo(tiny_dir("llama"), output, *long, ranks=1)
+    assert [line["step"] for line in metrics] == [1] and not (output / "rollouts" / "unfinished-000001.jsonl").exists()
+
+
+# ---- gradients do not depend on how answers are spread
+
+
+def synthetic_answers() -> list[Answer]:
+    rng, answers = random.Random(0), []
+    for i in range(4):
+        question = Question(f"q{i}", "", [rng.randrange(300) for _ in range(3 + 4 * i)], {}, "")
+        for sample in range(3):
+            ids = [rng.randrange(300) for _ in range(1 + (5 * i + 3 * sample) % 9)]
+            reason = "length" if (i, sample) == (3, 0) else "stop"
+            completion = Completion(question.id, sample, ids, [-5.0 + rng.random() for _ in ids], reason, [(0, 0, len(ids))])
+            answers.append(Answer(question, completion, "", {"r": 1.0}, 1.0, rng.gauss(0, 1), i != 1))
+    return answers
+
+
+def gradients(folder: str, objective: dict, max_length: int, bins_per_row: int):
+    model_args = ModelArguments(model_name_or_path=folder, compute_dtype="float32")
+    model = run.build_model(model_args)
+    args = GRPOTrainArguments(output_dir="", per_device_train_batch_size=bins_per_row)
+    setup = Setup(
+        model, None, None, None, None, model_args, DataArguments(train_files=[], max_length=max_length),
+        RolloutArguments(max_completion_length=16, temperature=0.8), RewardArguments(), ObjectiveArguments(**objective), args, Path(),
+    )  # fmt: skip
+    rollout = prepare(setup, synthetic_answers(), {}, 1)
+    for batch in rollout.mini_batches[0]:  # as after an update: ratios away from 1, a reference that differs
+        ids = batch.of_targets(batch.packed.targets.flatten())
+        batch.old = batch.old + 0.2 * torch.sin(ids.float())
+        batch.reference = batch.old + 0.1 * torch.cos(ids.float())
+    loss, figures, _, _ = forward_backward(setup, rollout.mini_batches[0])
+    return loss, model.sharded.clip_grad_norm(0).item(), figures, [len(b.answers) for b in rollout.mini_batches[0]]
+
+
+def many_gradients(folder: str, layouts):
+    return [[gradients(folder, objective, *layout) for layout in layouts] for objective in OBJECTIVES]
+
+
+OBJECTIVES = [
+    {"loss_type": "dapo", "beta": 0.1, "rollout_correction": "icepop"},
+    {"loss_type": "grpo"},
+    {"loss_type": "gspo", "beta": 0.1, "epsilon": 0.1, "epsilon_high": 0.1, "rollout_correction": "seq_tis"},
+    {"loss_type": "dr_grpo", "rollout_correction": "token_mis"},
+]
+
+
+def test_loss_and_gradient_do_not_depend_on_ranks_or_packing(tiny_dir, run_ranks):
+    folder = str(tiny_dir("qwen3_moe"))
+    [one] = run_ranks(1, many_gradients, folder, [(400, 1), (32, 2)])
+    two = run_ranks(2, many_gradients, folder, [(40, 1)])
+    for index, objective in enumerate(OBJECTIVES):
+        (loss, norm, figures, sizes), *others = one[index]
+        assert len(sizes) == 1 and norm > 1e-3 and abs(loss) > 1e-4
+        for rank in two:
+            others.append(rank[index][0])
+        assert len(others[0][3]) > 2  # several micro-batches
+        for other_loss, other_norm, other_figures, _ in others:
+            assert other_loss == pytest.approx(loss, rel=1e-4, abs=1e-6), objective
+            assert other_norm == pytest.approx(norm, rel=1e-4), objective
+            assert other_figures == pytest.approx(figures, rel=1e-4, abs=1e-6), objective
+
+
+def test_options_that_do_not_go_together():
+    def check(**options):
+        of = {DataArguments: {"train_files": ["x"]}, RolloutArguments: {}, ObjectiveArguments: {}, GRPOTrainArguments: {"output_dir": "x"}}
+        for kind, values in of.items():
+            values |= {name: value for name, value in options.items() if name in kind.__dataclass_fields__}
+        check_arguments(*(kind(**values) for kind, values in of.items()))
+
+    check()
+    check(top_p=0.9, rollout_correction="token_tis")
+    for options, message in [
+        (dict(max_length=512, max_completion_length=512), "max_length 512 must hold"),
+        (dict(top_p=0.9), "top_p is 0.9"),
+        (dict(over_long="truncate"), "drops and counts"),
+        (dict(num_minibatches=40), "at least num_minibatches 40"),
+        (dict(num_generations=1), "at least 2"),
+        (dict(temperature=0.0), "above 0"),
+        (dict(gradient_accumulation_steps=2), "use num_minibatches"),
+        (dict(loss_type="sapo", dual_clip=3.0), "does not go with"),
+        (dict(rollout_correction="token_tis", rollout_correction_low=0.1), "has no such limit"),
+        (dict(rollout_correction="icepop", rollout_correction_high=0.1), "must be below"),
+        (dict(use_bias_correction_kl=True), "changes the KL term"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check(**options)
+    assert ObjectiveArguments(loss_type="gspo").epsilon_high == 4e-4 and ObjectiveArguments().epsilon_high == 0.28
