@@ -97,7 +97,7 @@ def run_trl(args, masters: str, work: Path) -> dict:
 
 
 def run_ours(args, masters: str, work: Path, **options) -> dict:
-    name = "-".join(["ours", masters, *map(str, options.values())])
+    name = "-".join(["ours", masters, *map(str, options.values())]).replace("/", "_")
     output = work / name
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus), "-m", "sft.train"]
     options = {
@@ -161,16 +161,19 @@ def main() -> None:
 
     results = {}
     for masters in args.masters:
-        ours, peer = run_ours(args, masters, work), run_trl(args, masters, work)
-        results[masters] = {"ours": ours, "trl": peer}
-        for name, side in (("plain-fsdp", ours), ("TRL SFTTrainer", peer)):
-            seconds = statistics.median(side["seconds"][-6:])
-            rate = LENGTH * ROWS / seconds
-            print(f"{masters} | {name} | {1000 * seconds:.0f} ms | {rate:.0f} tokens/s/GPU | {max(side['memory'][-6:]):.1f} GiB", flush=True)
-        speed = statistics.median(peer["seconds"][-6:]) / statistics.median(ours["seconds"][-6:])
-        memory = max(ours["memory"][-6:]) / max(peer["memory"][-6:])
-        print(f"{masters} | {speed:.2f} x the tokens/s at {100 * memory:.0f} % of the memory; MFU {ours['mfu']}; "
-              f"recompilations after step 3: {ours['recompiled_after_step_3']}", flush=True)  # fmt: skip
+        sides = {
+            "plain-fsdp": run_ours(args, masters, work),
+            "plain-fsdp, gradients reduced in bf16": run_ours(args, masters, work, reduce_dtype="bfloat16"),
+            "TRL SFTTrainer": run_trl(args, masters, work),
+        }
+        results[masters] = sides
+        peer = sides["TRL SFTTrainer"]
+        for name, side in sides.items():
+            seconds, memory = statistics.median(side["seconds"][-6:]), max(side["memory"][-6:])
+            speed = statistics.median(peer["seconds"][-6:]) / seconds
+            print(f"{masters} | {name} | {1000 * seconds:.0f} ms | {LENGTH * ROWS / seconds:.0f} tokens/s/GPU | {memory:.1f} GiB | "
+                  f"{speed:.2f} x TRL's speed at {100 * memory / max(peer['memory'][-6:]):.0f} % of its memory | loss {side['losses'][0]:.2f} -> "
+                  f"{side['losses'][-1]:.2f} | MFU {side.get('mfu')} | recompiled after step 3: {side.get('recompiled_after_step_3')}", flush=True)  # fmt: skip
     if args.out:
         Path(args.out).write_text(json.dumps(results))
 
