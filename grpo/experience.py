@@ -25,10 +25,13 @@ from grpo.batches import AnswerRows, MicroBatch, make_mini_batches, weigh
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import (
+    Ahead,
     Answer,
+    Completion,
     Question,
     RolloutArguments,
     RolloutBackend,
+    SyncReport,
     collect,
     completion_of,
     read_lines,
@@ -80,6 +83,8 @@ class Setup:
     objective: ObjectiveArguments
     args: GRPOTrainArguments
     output_dir: Path
+    synced: int = -1  # optimizer steps behind the weights that the engine has
+    ahead: Ahead | None = None  # the next rollout, where it is generated while this one trains
 
     @property
     def updates(self) -> int:
@@ -147,40 +152,45 @@ def reward_figures(answers: list[Answer], prefix: str) -> dict[str, float | None
     }
 
 
+def sampling(setup: Setup, temperature: float) -> dict:
+    top_p = setup.rollout_args.top_p if temperature else 1.0
+    return {"temperature": temperature, "top_p": top_p, "max_new_tokens": setup.rollout_args.max_completion_length}
+
+
+def rollout_seed(setup: Setup, first_step: int) -> int:
+    return setup.args.seed * 1_000_003 + first_step
+
+
 def generate(
-    setup: Setup, questions: list[Question], num_generations: int, temperature: float, seed: int, kept=()
+    setup: Setup, questions: list[Question], num_generations: int, temperature: float, seed: int, kept: list[Completion] = ()
 ) -> tuple[list[Answer], bool]:
     """(answers in the questions' order, on every rank; whether STOP cut it short)."""
-    completions, stopped = collect(
-        setup.backend,
-        questions,
-        num_generations,
-        setup.output_dir / run.STOP,
-        kept,
-        seed=seed,
-        temperature=temperature,
-        top_p=setup.rollout_args.top_p if temperature else 1.0,
-        max_new_tokens=setup.rollout_args.max_completion_length,
-    )
+    options = {"version": setup.synced, "seed": seed, **sampling(setup, temperature)}
+    completions, stopped = collect(setup.backend, questions, num_generations, setup.output_dir / run.STOP, kept, **options)
     by_id = {question.id: question for question in questions}
     texts = setup.tokenizer.batch_decode([c.completion_ids for c in completions], skip_special_tokens=True)
     return [Answer(by_id[c.id], c, text) for c, text in zip(completions, texts, strict=True)], stopped
 
 
+def sync(setup: Setup, version: int) -> SyncReport:
+    """Gives the engine the weights of now, unless it has them."""
+    if version == setup.synced:
+        return SyncReport()
+    report = setup.backend.sync(version)
+    setup.synced = version
+    return report
+
+
 def roll_out(setup: Setup, questions: list[Question], first_step: int) -> tuple[list[Answer], dict[str, float]] | None:
     """Scored answers to `questions`, on disk in rollouts/, and their figures; None when STOP came (finished answers are kept). A collective."""
     args = setup.rollout_args
-    report = setup.backend.sync(first_step - 1)
-    unfinished = rollout_path(setup.output_dir, "unfinished", first_step)
-    kept = [completion_of(line) for line in dist.broadcast_object(read_lines(unfinished) if dist.is_main() and unfinished.exists() else [])]
     start = time.perf_counter()
-    answers, stopped = generate(setup, questions, args.num_generations, args.temperature, setup.args.seed * 1_000_003 + first_step, kept)
-    rollout_seconds = time.perf_counter() - start
+    kept = keep_finished(setup, questions, first_step)
+    report = sync(setup, first_step - 1)
+    answers, stopped = generate(setup, questions, args.num_generations, args.temperature, rollout_seed(setup, first_step), kept)
+    rollout_seconds = time.perf_counter() - start - report.seconds
     if stopped:
-        with dist.main_rank_first() as mine:
-            if mine:
-                write_lines(unfinished, (answer.line(first_step) for answer in answers))
-        log.info("%s found: %d of %d answers are finished and kept", run.STOP, len(answers), len(questions) * args.num_generations)
+        write_unfinished(setup, [answer.completion for answer in answers], questions, first_step)
         return None
     start = time.perf_counter()
     score(setup, answers)
@@ -189,7 +199,7 @@ def roll_out(setup: Setup, questions: list[Question], first_step: int) -> tuple[
     with dist.main_rank_first() as mine:
         if mine:
             write_lines(rollout_path(setup.output_dir, "step", first_step), (answer.line(first_step) for answer in answers))
-            unfinished.unlink(missing_ok=True)
+            rollout_path(setup.output_dir, "unfinished", first_step).unlink(missing_ok=True)
     tokens = sum(len(answer.completion.completion_ids) for answer in answers)
     return answers, figures | {
         "perf/rollout_seconds": rollout_seconds,
@@ -197,6 +207,35 @@ def roll_out(setup: Setup, questions: list[Question], first_step: int) -> tuple[
         "perf/reward_seconds": reward_seconds,
         "perf/sync_seconds": report.seconds,
     }
+
+
+def start_ahead(setup: Setup, questions: list[Question], first_step: int) -> None:
+    """Begins the rollout that step `first_step` will train on, with the weights of now."""
+    args = setup.rollout_args
+    options = {"seed": rollout_seed(setup, first_step), **sampling(setup, args.temperature)}
+    setup.ahead = Ahead(setup.backend, questions, args.num_generations, setup.output_dir / run.STOP, **options)
+
+
+def keep_finished(setup: Setup, questions: list[Question], first_step: int) -> list[Completion]:
+    """Answers to `questions` that exist: of a run that was stopped in the middle of this rollout, and what was generated ahead."""
+    path = rollout_path(setup.output_dir, "unfinished", first_step)
+    kept = [completion_of(line) for line in dist.broadcast_object(read_lines(path) if dist.is_main() and path.exists() else [])]
+    if setup.ahead is not None:
+        kept += setup.ahead.take()
+        setup.ahead = None
+    ids = {question.id for question in questions}
+    return [completion for completion in kept if completion.id in ids]
+
+
+def write_unfinished(setup: Setup, completions: list[Completion], questions: list[Question], first_step: int) -> None:
+    """Keeps what is finished for the attempt that resumes this one."""
+    by_id = {question.id: question for question in questions}
+    with dist.main_rank_first() as mine:
+        if mine:
+            path = rollout_path(setup.output_dir, "unfinished", first_step)
+            write_lines(path, (Answer(by_id[c.id], c, "").line(first_step) for c in completions))
+    wanted = len(questions) * setup.rollout_args.num_generations
+    log.info("%s found: %d of %d answers to the prompts of step %d are finished and kept", run.STOP, len(completions), wanted, first_step)
 
 
 @torch.no_grad()
@@ -320,7 +359,9 @@ def resume_rollout(setup: Setup, questions: list[Question], first_step: int) -> 
 
 def evaluate(setup: Setup, questions: list[Question], step: int) -> dict[str, float]:
     """Mean rewards on held-out prompts: greedy, or of several samples. Nothing when STOP came. A collective."""
-    setup.backend.sync(step)
+    if setup.ahead is not None:
+        setup.ahead.wait()
+    sync(setup, step)
     count = setup.rollout_args.eval_num_generations
     answers, stopped = generate(setup, questions, count, setup.rollout_args.temperature if count > 1 else 0.0, setup.args.seed)
     if stopped:
@@ -350,9 +391,10 @@ def check_first_rollout(setup: Setup, answers: list[Answer], figures: dict[str, 
     count = max(1, int(np.searchsorted(np.cumsum(rows.lengths()), setup.data_args.max_length, "right")))
     bins = Bins(np.arange(count), np.array([0, count]))
     run.check_packing(setup.model.sharded, collate(rows, bins, [0], pad_to=setup.pad_to), setup.model_args.compute_dtype)
+    on_policy = all(span[0] == setup.synced for answer in answers for span in answer.completion.weight_versions)
     limit = ENGINE_TOLERANCE[getattr(torch, setup.model_args.compute_dtype)]
     distance = figures["grpo/logp_diff_mean"]
-    if setup.rollout_args.top_p == 1 and not distance <= limit:
+    if setup.rollout_args.top_p == 1 and on_policy and not distance <= limit:
         raise RuntimeError(
             f"the engine gives its own samples log-probabilities that differ from the trainer's by {distance:.4f} a token, allowed {limit}: "
             "it does not have the trainer's weights, or samples in another way (temperature, top_k, penalties)."

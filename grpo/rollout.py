@@ -15,7 +15,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -40,7 +41,11 @@ class RolloutArguments:
         1.0,
         "Sample from the smallest set of tokens with this probability. Below 1 the engine's log-probabilities differ from the trainer's.",
     )
-    rollout_backend: Literal["hf", "vllm"] = option("hf", "hf: in the trainer's own process.")
+    rollout_backend: Literal["hf", "vllm"] = option("hf", "hf: in the trainer's own process; vllm: servers that vllm_servers names.")
+    vllm_servers: list[str] = option([], "vllm: addresses of the servers, like http://node7:8000. Keep them inside the job's network.")
+    rollout_lag: int = option(
+        0, "vllm: 1 generates the next rollout while this one trains, one rollout off policy. Use a rollout_correction."
+    )
     rollout_batch_size: int = option(64, "hf: answers generated at a time on one rank.")
     eval_num_generations: int = option(1, "Evaluation. 1: greedy; more: so many samples at the training temperature.")
     eval_on_start: bool = option(False, "Evaluate before the first step too.")
@@ -55,6 +60,14 @@ class RolloutArguments:
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0, greedy answers to a prompt are all the same.")
+        if self.rollout_lag not in (0, 1):
+            raise ValueError(f"rollout_lag is {self.rollout_lag}; it must be 0 or 1.")
+        if (self.rollout_backend == "vllm") != bool(self.vllm_servers):
+            raise ValueError(f"rollout_backend is {self.rollout_backend}, vllm_servers {self.vllm_servers or 'empty'}: they go together.")
+        if self.rollout_lag and self.rollout_backend != "vllm":
+            raise ValueError(
+                "rollout_lag: 1 needs rollout_backend: vllm; generation in the trainer's own process cannot overlap with training."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
 
@@ -293,16 +306,51 @@ def completion_of(line: dict) -> Completion:
 class StopPoll:
     """Says whether somebody asked for a stop, looking at the file system at most every few seconds."""
 
-    def __init__(self, stop_file: Path, seconds: float = 2.0):
-        self.stop_file, self.seconds = stop_file, seconds
+    def __init__(self, stop_file: Path, seconds: float = 2.0, in_training: bool = False):
+        self.stop_file, self.seconds, self.in_training = stop_file, seconds, in_training
         self.seen, self._next = False, 0.0
 
     def __call__(self) -> bool:
         if not self.seen and time.monotonic() >= self._next:
             self.seen = self.stop_file.exists()
             self._next = time.monotonic() + self.seconds
-            dist.rest()  # a rollout may take longer than a collective is allowed to
+            if not self.in_training:
+                dist.rest()  # a rollout may take longer than a collective is allowed to
         return self.seen
+
+
+class Ahead:
+    """Answers to the next rollout's questions, generated in a thread with the weights of now while this process trains (rollout_lag: 1)."""
+
+    def __init__(self, backend: RolloutBackend, questions: list[Question], num_generations: int, stop_file: Path, *, seed: int, **sampling):
+        poll = StopPoll(stop_file, in_training=True)
+        prompts = [question.as_prompt() for question in questions]
+        self._executor = ThreadPoolExecutor(1)
+        self._future = self._executor.submit(backend.generate, prompts, num_generations, seed=seed, poll=poll, **sampling)
+
+    def wait(self) -> None:
+        """Until nothing is in flight any more; nothing else may use the back-end before."""
+        wait([self._future])
+
+    def take(self) -> list[Completion]:
+        """What came back finished, on every rank. A collective; the back-end's error is raised here."""
+        dist.rest()
+        made, _ = finished_of(self._future.result)
+        self._executor.shutdown()
+        everything = [completion for part in dist.gather_objects(made) for completion in part if completion.finish_reason != "abort"]
+        dist.beat()
+        return everything
+
+
+def finished_of(generate: Callable[[], list[Completion]]) -> tuple[list[Completion], bool]:
+    """(completions, False), or (those that were finished, True) where the back-end lost its engines on the way and says so by carrying them."""
+    try:
+        return generate(), False
+    except RuntimeError as error:
+        if not hasattr(error, "completions"):
+            raise
+        log.warning("%s; %d answers are finished, the rest is generated again", error, len(error.completions))
+        return error.completions, True
 
 
 def collect(
@@ -312,40 +360,54 @@ def collect(
     stop_file: Path,
     kept: Iterable[Completion] = (),
     *,
+    version: int,
     seed: int,
+    max_tries: int = 3,
     **sampling,
 ) -> tuple[list[Completion], bool]:
     """(`num_generations` completions to each question, in the questions' order, on every rank; stopped). A collective.
 
-    `kept`: completions from before a stop, which are not generated again. When STOP appears meanwhile: the finished ones only, True.
+    `kept`: completions that are there already. When STOP appears meanwhile: the finished ones only, True. `version`: the engines' weights;
+    where all engines are lost on the way they get them again, and the rest is asked for, `max_tries` times in all.
     """
     done = {(c.id, c.sample): c for c in kept}
-    missing: dict[int, list[Prompt]] = {}  # number of samples wanted -> prompts
-    for question in questions:
-        if count := sum((question.id, sample) not in done for sample in range(num_generations)):
-            missing.setdefault(count, []).append(question.as_prompt())
     poll, stopped = StopPoll(stop_file), False
     dist.rest()
-    for count, prompts in sorted(missing.items()):
-        call_seed = random.Random(f"{seed} {count}").getrandbits(63)
-        made = backend.generate(prompts, count, seed=call_seed, poll=poll, **sampling)
-        everything = dist.gather_objects((made, poll.seen))
-        free = {p.id: [s for s in range(num_generations) if (p.id, s) not in done] for p in prompts}
-        for completion in (c for part, _ in everything for c in part):
-            if completion.id not in free or not 0 <= completion.sample < count:
-                raise RuntimeError(f"the rollout returned an answer nobody asked for: id {completion.id}, sample {completion.sample}")
-            sample = free[completion.id][completion.sample]
-            if (completion.id, sample) in done:
-                raise RuntimeError(f"the rollout returned sample {completion.sample} of prompt {completion.id} twice")
-            if completion.finish_reason != "abort":
-                completion.sample = sample
-                done[completion.id, sample] = completion
-        stopped = any(seen for _, seen in everything)
-        if stopped:
+    for attempt in range(max_tries):
+        missing: dict[int, list[Prompt]] = {}  # number of samples wanted -> prompts
+        for question in questions:
+            if count := sum((question.id, sample) not in done for sample in range(num_generations)):
+                missing.setdefault(count, []).append(question.as_prompt())
+        if stopped or not missing:
+            break
+        if attempt:
+            backend.sync(version)
+        for count, prompts in sorted(missing.items()):
+            call_seed = random.Random(f"{seed} {count} {attempt}").getrandbits(53)
+            made, lost = finished_of(lambda: backend.generate(prompts, count, seed=call_seed, poll=poll, **sampling))  # noqa: B023 - called at once
+            everything = dist.gather_objects((made, lost, poll.seen))
+            _add(done, [c for part, _, _ in everything for c in part], prompts, count, num_generations)
+            stopped = any(seen for _, _, seen in everything)
+            if stopped or any(lost for _, lost, _ in everything):
+                break
+        else:
             break
     dist.beat()
     completions = [done[q.id, s] for q in questions for s in range(num_generations) if (q.id, s) in done]
     if not stopped and len(completions) != len(questions) * num_generations:
-        lost = [q.id for q in questions if any((q.id, s) not in done for s in range(num_generations))]
-        raise RuntimeError(f"the rollout came back without answers to {len(lost)} prompts: {', '.join(lost[:10])}")
+        without = [q.id for q in questions if any((q.id, s) not in done for s in range(num_generations))]
+        raise RuntimeError(f"the rollout came back without answers to {len(without)} prompts: {', '.join(without[:10])}")
     return completions, stopped
+
+
+def _add(done: dict[tuple[str, int], Completion], made: list[Completion], prompts: list[Prompt], count: int, num_generations: int) -> None:
+    """Puts new answers, `count` to each prompt, in the places that are still free."""
+    free = {p.id: [s for s in range(num_generations) if (p.id, s) not in done] for p in prompts}
+    for completion in made:
+        if completion.id not in free or not 0 <= completion.sample < count:
+            raise RuntimeError(f"the rollout returned an answer nobody asked for: id {completion.id}, sample {completion.sample}")
+        sample = free[completion.id][completion.sample]
+        if (completion.id, sample) in done:
+            raise RuntimeError(f"the rollout returned sample {completion.sample} of prompt {completion.id} twice")
+        if completion.finish_reason != "abort":
+            done[completion.id, sample] = replace(completion, sample=sample)

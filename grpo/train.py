@@ -26,12 +26,25 @@ from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
 from grpo import objectives
 from grpo.batches import MicroBatch
-from grpo.experience import GRPOTrainArguments, Rollout, Setup, check_first_rollout, evaluate, prepare, resume_rollout, roll_out, show
+from grpo.experience import (
+    GRPOTrainArguments,
+    Rollout,
+    Setup,
+    check_first_rollout,
+    evaluate,
+    prepare,
+    resume_rollout,
+    roll_out,
+    show,
+    start_ahead,
+    write_unfinished,
+)
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
-from grpo.rollout import RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
+from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
 from grpo.scoring import RewardArguments, RewardPool
 from grpo.twin import HfBackend
+from grpo.vllm_client import VllmBackend
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +123,12 @@ def check_first_ratio(drift: float, compute_dtype: str) -> None:
     log.info("ratio check: training and log-probability pass agree to %.2g a token before the first update", drift)
 
 
-def make_backend(model: run.Model, tokenizer, model_args: ModelArguments, rollout_args: RolloutArguments) -> RolloutBackend:
+def make_backend(
+    model: run.Model, tokenizer, model_args: ModelArguments, rollout_args: RolloutArguments, questions: list[Question]
+) -> RolloutBackend:
     if rollout_args.rollout_backend == "vllm":
-        raise ValueError("rollout_backend: vllm is not available yet; use hf.")
+        probe = [question.prompt_ids for question in questions[:8]]
+        return VllmBackend(rollout_args.vllm_servers, model, rollout_lag=rollout_args.rollout_lag, probe_prompts=probe)
     stop_ids = sorted(Chat(tokenizer).stops.values())
     if not stop_ids:
         raise ValueError("neither tokenizer nor generation_config.json names a token that ends an answer")
@@ -163,7 +179,7 @@ def main() -> None:
     optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
     state = run.resume(output_dir, args, model, optimizer, identity)
     first_step = state.step
-    backend = make_backend(model, tokenizer, model_args, rollout_args)
+    backend = make_backend(model, tokenizer, model_args, rollout_args, questions)
     setup = Setup(model, backend, tokenizer, pool, reference, model_args, data_args, rollout_args, reward_args, objective, args, output_dir)
     backend.start()
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(*all_args), state.step)
@@ -187,6 +203,9 @@ def main() -> None:
             made = roll_out(setup, [questions[index] for index in drawn], state.step + 1)
             stop = made is None
             if made is not None:
+                if rollout_args.rollout_lag and state.step + updates < total_steps:
+                    ahead = [questions[index] for index in order.next(epoch, offset, rollout_args.num_prompts_per_step)[0]]
+                    start_ahead(setup, ahead, state.step + updates + 1)
                 rolled_before = rollout is not None
                 rollout = prepare(setup, *made, state.step + 1)
                 if not rolled_before:
@@ -194,6 +213,8 @@ def main() -> None:
                     check_first_rollout(setup, made[0], rollout.figures)
                 state.epoch, state.offset = epoch, offset
         if stop:
+            if setup.ahead is not None:
+                write_unfinished(setup, setup.ahead.take(), ahead, state.step - position + updates + 1)
             run.save(output_dir, args, model, optimizer, state, identity)
             run.check_frozen(model)
             log.info("%s found: saved at step %d, ending", run.STOP, state.step)

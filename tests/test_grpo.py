@@ -182,7 +182,7 @@ OBJECTIVES = [
 
 def test_loss_and_gradient_do_not_depend_on_ranks_or_packing(tiny_dir, run_ranks):
     folder = str(tiny_dir("qwen3_moe"))
-    [one] = run_ranks(1, many_gradients, folder, [(400, 1), (32, 2)])
+    [one] = run_ranks(1, many_gradients, folder, [(400, 1), (32, 1)])
     two = run_ranks(2, many_gradients, folder, [(40, 1)])
     for index, objective in enumerate(OBJECTIVES):
         (loss, norm, figures, sizes), *others = one[index]
@@ -221,3 +221,49 @@ def test_options_that_do_not_go_together():
         with pytest.raises(ValueError, match=message):
             check(**options)
     assert ObjectiveArguments(loss_type="gspo").epsilon_high == 4e-4 and ObjectiveArguments().epsilon_high == 0.28
+
+
+# ---- learning
+
+COLOURS = {"red": "a", "green": "b", "blue": "c", "yellow": "d"}
+OTHERS = "morning evening small large warm cold water children story box river mountain apple spider one two three four five six".split()
+
+
+def write_colours(folder: Path, share_right: float) -> None:
+    """The rule to learn: the letter of the colour named last. warm.jsonl shows the form of an answer, with a right letter now and then."""
+    rng = random.Random(0)
+    pairs = [(other, colour) for other in OTHERS for colour in COLOURS]
+    rng.shuffle(pairs)
+
+    def row(name: str, other: str, colour: str) -> dict:
+        return {"id": name, "prompt": [{"role": "user", "content": f"{other} {colour}"}], "answer": [COLOURS[colour]]}
+
+    rows = [row(f"{i}", *pair) for i, pair in enumerate(pairs)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:56]))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[56:]))
+    with open(folder / "warm.jsonl", "w") as file:
+        for i in range(280):
+            question = rows[i % 56]
+            letter = question["answer"][0] if rng.random() < share_right else rng.choice("abcd")
+            file.write(json.dumps({"messages": [*question["prompt"], {"role": "assistant", "content": f"[ans]{letter}[/ans]"}]}) + "\n")
+
+
+def test_rewards_teach_held_out_questions(tiny_dir, launch, tmp_path):
+    """Exact match on unseen combinations, of sampled answers, rises by at least 0.3 within 24 steps of 128 answers."""
+    write_colours(tmp_path, 0.3)
+    launch(
+        "sft.train", "--config=sft/configs/tiny.yaml", f"--model_name_or_path={tiny_dir('qwen3_moe')}",
+        f"--train_files={tmp_path / 'warm.jsonl'}", f"--output_dir={tmp_path / 'sft'}", "--max_length=512", "--max_steps=40", "--save_steps=0",
+        "--per_device_train_batch_size=2",
+    )  # fmt: skip
+    launch(
+        "grpo.train", "--config=grpo/configs/tiny.yaml", f"--model_name_or_path={tmp_path / 'sft' / 'final'}",
+        f"--train_files={tmp_path / 'train.jsonl'}", f"--eval_files={tmp_path / 'eval.jsonl'}", f"--output_dir={tmp_path / 'grpo'}",
+        "--max_steps=24", "--save_steps=0", "--eval_on_start=True", "--eval_num_generations=8", "--export_final=False",
+        "--reward_funcs=grpo.rewards:choice_exact", ranks=2, timeout=600,
+    )  # fmt: skip
+    lines = [line for line in read_metrics(tmp_path / "grpo") if "eval/reward" in line]
+    assert [line["step"] for line in lines] == [0, 24]
+    before, after = (line["eval/reward/choice_exact"] for line in lines)
+    print(f"exact match {before:.3f} -> {after:.3f}")
+    assert after >= before + 0.3

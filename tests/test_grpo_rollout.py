@@ -17,7 +17,7 @@ from grpo.batches import AnswerRows, make_mini_batches, weigh
 from grpo.experience import trainer_logps
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
-from grpo.rollout import Answer, Completion, Question, collect, completion_of, read_lines, read_questions, write_lines
+from grpo.rollout import Ahead, Answer, Completion, Question, collect, completion_of, read_lines, read_questions, write_lines
 from grpo.twin import HfBackend
 
 SAMPLING = {"temperature": 0.6, "top_p": 1.0, "max_new_tokens": 12, "seed": 3, "poll": lambda: False}
@@ -280,7 +280,7 @@ def plain_questions(count):
 
 
 def test_completions_are_tied_to_prompts_by_id(tmp_path):
-    completions, stopped = collect(Engine(), plain_questions(3), 2, tmp_path / "STOP", seed=0)
+    completions, stopped = collect(Engine(), plain_questions(3), 2, tmp_path / "STOP", version=0, seed=0)
     assert [(c.id, c.completion_ids) for c in completions] == [(f"q{i}", [i, s]) for i in range(3) for s in range(2)] and not stopped
 
 
@@ -294,20 +294,20 @@ def test_completions_are_tied_to_prompts_by_id(tmp_path):
 )
 def test_answers_to_something_else_are_refused(tmp_path, wrong, message):
     with pytest.raises(RuntimeError, match=message):
-        collect(Engine(wrong=wrong), plain_questions(2), 2, tmp_path / "STOP", seed=0)
+        collect(Engine(wrong=wrong), plain_questions(2), 2, tmp_path / "STOP", version=0, seed=0)
 
 
 def test_lost_answers_are_an_error(tmp_path):
     engine = Engine()
     engine.generate = lambda prompts, n, **_: []
     with pytest.raises(RuntimeError, match="without answers to 2 prompts: q0, q1"):
-        collect(engine, plain_questions(2), 2, tmp_path / "STOP", seed=0)
+        collect(engine, plain_questions(2), 2, tmp_path / "STOP", version=0, seed=0)
 
 
 def test_a_stop_keeps_finished_answers_and_only_the_rest_is_generated(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.rollout.StopPoll.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("grpo.rollout.StopPoll.__init__.__defaults__", (0.0, False))
     questions, stop = plain_questions(3), tmp_path / "STOP"
-    kept, stopped = collect(Engine(stop, until=4), questions, 2, stop, seed=0)
+    kept, stopped = collect(Engine(stop, until=4), questions, 2, stop, version=0, seed=0)
     assert stopped and len(kept) == 4 and all(c.finish_reason == "stop" for c in kept)
     answers = [Answer(next(q for q in questions if q.id == c.id), c, "text") for c in kept]
     write_lines(tmp_path / "rollouts" / "unfinished.jsonl", (a.line(5) for a in answers))
@@ -315,9 +315,64 @@ def test_a_stop_keeps_finished_answers_and_only_the_rest_is_generated(tmp_path, 
     engine = Engine()
     again = [completion_of(line) for line in read_lines(tmp_path / "rollouts" / "unfinished.jsonl")]
     assert again == kept
-    completions, stopped = collect(engine, questions, 2, stop, again, seed=0)
+    completions, stopped = collect(engine, questions, 2, stop, again, version=0, seed=0)
     assert not stopped and [(c.id, c.sample) for c in completions] == [(q.id, s) for q in questions for s in range(2)]
     assert sum(len(ids) * count for ids, count in engine.asked) == 2
+
+
+class Lost(RuntimeError):
+    """What a back-end raises that lost all its engines: it carries what was finished."""
+
+    def __init__(self, completions):
+        super().__init__("all engines are gone")
+        self.completions = completions
+
+
+class FailingEngine(Engine):
+    """Loses its engines in the first `failures` calls, with all but the last answers finished."""
+
+    def __init__(self, failures):
+        super().__init__()
+        self.failures, self.synced = failures, []
+
+    def sync(self, version):
+        self.synced.append(version)
+
+    def generate(self, prompts, num_generations, **options):
+        made = super().generate(prompts, num_generations, **options)
+        self.failures -= 1
+        if self.failures >= 0:
+            raise Lost(made[:-3])
+        return made
+
+
+def test_lost_engines_get_the_weights_again_and_only_the_rest_is_generated(tmp_path):
+    engine = FailingEngine(1)
+    completions, stopped = collect(engine, plain_questions(4), 2, tmp_path / "STOP", version=9, seed=0)
+    assert [(c.id, c.sample) for c in completions] == [(f"q{i}", s) for i in range(4) for s in range(2)] and not stopped
+    assert engine.synced == [9]
+    assert engine.asked == [(["q0", "q1", "q2", "q3"], 2), (["q0", "q1", "q2"], 1)]
+    with pytest.raises(RuntimeError, match="without answers to 2 prompts"):
+        collect(FailingEngine(9), plain_questions(2), 4, tmp_path / "STOP", version=9, seed=0, max_tries=1)
+
+
+def test_answers_generated_ahead(tmp_path):
+    """What was generated ahead is not asked for again; what is missing of it is; another failure of the thread is raised where it is taken."""
+    questions, engine = plain_questions(3), FailingEngine(1)
+    ahead = Ahead(engine, questions, 2, tmp_path / "STOP", seed=0)
+    ahead.wait()
+    kept = ahead.take()
+    assert len(kept) == 3
+    completions, _ = collect(engine, questions, 2, tmp_path / "STOP", kept, version=4, seed=0)
+    assert [(c.id, c.sample) for c in completions] == [(f"q{i}", s) for i in range(3) for s in range(2)]
+    assert engine.asked[0] == (["q0", "q1", "q2"], 2) and sum(len(ids) * count for ids, count in engine.asked[1:]) == 3
+
+    def broken(*_, **__):
+        raise ValueError("no such thing")
+
+    engine.generate = broken
+    with pytest.raises(ValueError, match="no such thing"):
+        Ahead(engine, questions, 2, tmp_path / "STOP", seed=0).take()
 
 
 # ---- mini-batches
