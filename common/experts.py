@@ -74,6 +74,7 @@ class SplitExperts(nn.Module):
             self._tables = part_of.to(device), place.to(device)
         return self._tables
 
+    @torch.compiler.disable  # how many pairs each part gets differs in every row: a compiler would start anew again and again
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
         num_tokens, top_k = top_k_index.shape
@@ -240,7 +241,9 @@ def propose(counts: dict, top_k: int, scope: str, by: str) -> Proposal:
     groups = [ranking] if scope == "all" else [[entry for entry in ranking if entry[1] == layer] for layer in proposal.shares]
     for group in groups:
         if not 1 <= top_k <= len(group):
-            raise ValueError(f"top_k is {top_k}; it must lie between 1 and the {len(group)} experts {'in all' if scope == 'all' else 'of a layer'}")
+            raise ValueError(
+                f"top_k is {top_k}; it must lie between 1 and the {len(group)} experts {'in all' if scope == 'all' else 'of a layer'}"
+            )
         for _, layer, expert in sorted(group)[:top_k]:
             proposal.experts.setdefault(layer, []).append(expert)
     proposal.experts = {layer: sorted(experts) for layer, experts in sorted(proposal.experts.items())}
@@ -302,7 +305,9 @@ def select(arguments: list[str]) -> int:
         },
     }
     output.with_suffix(".stats.json").write_text(json.dumps(statistics, indent=1) + "\n", encoding="utf-8")
-    heat_map(proposal, f"top {args.top_k} by {args.by}, scope {args.scope}: {covered:.1%} of routing", output.with_suffix(".png"), matplotlib)
+    heat_map(
+        proposal, f"top {args.top_k} by {args.by}, scope {args.scope}: {covered:.1%} of routing", output.with_suffix(".png"), matplotlib
+    )
     chosen = sum(map(len, proposal.experts.values()))
     print(f"{output}: {chosen} experts in {len(proposal.experts)} layers, which receive {covered:.1%} of the routing")
     return 0

@@ -9,7 +9,6 @@ have one grid for the gate rows and one for the up rows of each expert, [E, 2, c
 of 128. Trained weights are dequantised at load, and quantised again, if wanted, at export.
 """
 
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,3 @@ def can_keep_fp8(module: nn.Module, names: list[str]) -> bool:
         return names == ["weight"]
     own = [name for name, parameter in module._parameters.items() if parameter is not None]
     return all(module._parameters[name].dim() == 3 for name in own) and set(names) == set(own) == {"gate_up_proj", "down_proj"}
-
-
-def num_scale_bytes(shape: tuple[int, ...], block: Block) -> int:
-    return 4 * math.prod(grid(shape, block))

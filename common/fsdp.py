@@ -28,7 +28,7 @@ from common.families import family_of
 from common.logprobs import LogpModel
 from common.tensor_files import bytes_of
 from common.units import Kind, Options, Plan, Precision, make_plan
-from common.weights import Converter, Loader, Unit
+from common.weights import Converter, Loader
 
 __all__ = ["LocalShard", "Options", "Precision", "ShardedModel", "load_and_shard", "model_name"]
 
@@ -73,6 +73,7 @@ class _NestedUnit(FullyShardedDataParallel):
 
     stays_gathered = True
 
+    @torch.compiler.disable(recursive=False)  # of a compiled layer; what the unit wraps is compiled
     def forward(self, *args, **kwargs):
         handle = self._handle
         if handle.uses_sharded_strategy:

@@ -127,9 +127,7 @@ def _unit_of(converter: Converter, name: str) -> str:
     return next((unit.name for unit in converter.units if unit.name and name.startswith(unit.module_path + ".")), "")
 
 
-def _set_kinds(
-    model: PreTrainedModel, converter: Converter, precision: Precision, plan: Plan, family: Family
-) -> dict[str, Kind | None]:
+def _set_kinds(model: PreTrainedModel, converter: Converter, precision: Precision, plan: Plan, family: Family) -> dict[str, Kind | None]:
     """The kind of each parameter by its name in memory (None: not sharded); gives the meta parameters the dtype of that kind."""
     main_dtype = model.config.dtype
     kinds: dict[str, Kind | None] = {}

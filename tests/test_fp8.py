@@ -212,6 +212,25 @@ def test_all_weights_in_bf16_leave_no_quantization_section(tiny_dir, tmp_path):
     assert {t.dtype for file in (tmp_path / "out").glob("*.safetensors") for t in load_file(file).values()} == {torch.bfloat16}
 
 
+def test_padding_patch_is_refused_where_fsdp_is_another(monkeypatch):
+    from torch.distributed.fsdp import _flat_param
+
+    from common.fsdp import patch_fp8_padding
+
+    original = getattr(_flat_param._construct_padding_tensor, "__wrapped__", _flat_param._construct_padding_tensor)
+    monkeypatch.setattr(_flat_param, "_construct_padding_tensor", lambda size, dtype: None)
+    with pytest.raises(RuntimeError, match="pads and gathers in another way.*FP8 weights cannot be sharded"):
+        patch_fp8_padding()
+    monkeypatch.setattr(_flat_param, "_construct_padding_tensor", original)
+    monkeypatch.setattr(_flat_param.FlatParamHandle, "_all_gather_flat_param", _flat_param.FlatParamHandle._all_gather_flat_param)
+    patch_fp8_padding()
+    patched = _flat_param._construct_padding_tensor
+    patch_fp8_padding()
+    assert _flat_param._construct_padding_tensor is patched
+    assert patched(3, fp8.DTYPE, False, torch.device("cpu")).tolist() == [0.0] * 3
+    assert patched(2, torch.bfloat16, False, torch.device("cpu")).tolist() == [42.0] * 2
+
+
 def test_tiny_fp8_needs_separate_experts(tmp_path):
     with pytest.raises(ValueError, match="per_expert"):
         tiny.make("qwen3_moe", tmp_path / "m", fp8=True, experts="fused")

@@ -1,7 +1,6 @@
 """Training parts: gradients equal those of full training, what is frozen stays as it is, backward does not enter what it need not."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -173,7 +172,9 @@ def test_gradients_are_those_of_full_training(steps, reference, run):
         assert {name.split(".")[2] for name in gradients} == {str(layer) for layer in layers}
         assert all((".self_attn." in name or ".linear_attn." in name) and ".indexer." not in name for name in gradients)
     elif selecting.get("trainable") == "experts":
-        wanted = {f"model.layers.{layer}.mlp.experts.{leaf}" for layer in selecting["expert_mask"] for leaf in ("gate_up_proj", "down_proj")}
+        wanted = {
+            f"model.layers.{layer}.mlp.experts.{leaf}" for layer in selecting["expert_mask"] for leaf in ("gate_up_proj", "down_proj")
+        }
         assert set(gradients) == wanted
     else:
         assert not [name for name in gradients if ".mlp.gate." in name or ".indexer." in name]
@@ -276,7 +277,7 @@ def test_wrong_layer_lists(text):
         ('{"1": [2, 2]}', "names an expert twice"),
         ('{"0": [1]}', "layer 0 is not in trainable_layers"),
         ('{"1": "2"}', "expected"),
-        ('[1, 2]', "expected"),
+        ("[1, 2]", "expected"),
         ('{"1": [2', "cannot read expert_mask"),
         (None, "cannot read expert_mask"),
     ],

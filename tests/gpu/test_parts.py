@@ -58,7 +58,14 @@ def _step(path, selecting, options):
     optimizer.step(1e-2)
     checked = model.check_frozen()
     dtypes = {s.tensor.dtype for s in model.local_shards()}
-    return {"loss": nll / total, "gradients": gradients, "gathers": seen, "experts": model.trained_experts(), "checked": checked, "dtypes": dtypes}
+    return {
+        "loss": nll / total,
+        "gradients": gradients,
+        "gathers": seen,
+        "experts": model.trained_experts(),
+        "checked": checked,
+        "dtypes": dtypes,
+    }
 
 
 def _steps(runs):
