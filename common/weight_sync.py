@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -41,6 +41,8 @@ START = (
     "--weight-transfer-config '{\"backend\": \"c10d\"}' --worker-extension-cls common.vllm_worker.WorkerExtension "
     "--logprobs-mode processed_logprobs --enable-scale-out (where that option exists)"
 )
+# Workers wait longer for a bucket than the trainer does for one server, or a server that hangs would make the others give up as well.
+PATIENCE = 3
 SAMPLED_ELEMENTS = 4096  # of each tensor, to estimate how many bf16 elements a step has changed
 
 
@@ -231,8 +233,8 @@ class Server:
         self.needs_full = self.needs_proof = True
         self.has_labels = False
         self.modules: dict[str, set[str]] = {}
+        self.base: list[dict] | None = None  # fingerprints of the weights that it read itself; None once somebody has sent others
         self.error: Exception | None = None
-        self._threads = ThreadPoolExecutor(2)
         self._update: Future | None = None
 
     def call(self, path: str, body=None, *, timeout: float | None = None, method: str = "POST"):
@@ -271,7 +273,7 @@ class Server:
         if boot != self.boot:
             if self.boot:
                 log.warning("%s was restarted: it gets all weights", self.url)
-            self.boot, self.version, self.needs_full = boot, None, True
+            self.boot, self.version, self.needs_full, self.base = boot, None, True, None
         try:
             self.call("/weight_info", method="GET")
             self.has_labels = True
@@ -284,22 +286,29 @@ class Server:
         """Makes the group of this trainer and the server's workers anew."""
         self.leave()
         # The workers may still wait for a bucket of a trainer that died.
-        self.rpc("sync_reset", timeout=self.timeouts.bucket + self.timeouts.call)
-        limit, members = self.timeouts.join, 1 + len(self.boot)
-        self.store = TCPStore(address, 0, members, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+        self.rpc("sync_reset", timeout=PATIENCE * self.timeouts.bucket + self.timeouts.call)
+        members, longest = 1 + len(self.boot), max(self.timeouts.join, PATIENCE * self.timeouts.bucket)
+        self.store = TCPStore(address, 0, members, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=longest))
         info = {
             "master_address": address, "master_port": self.store.port, "world_size": members, "group_id": uuid.uuid4().hex,
-            "transport": transport, "timeout": limit,
+            "transport": transport, "timeout": longest,
         }  # fmt: skip
-        joined = self._threads.submit(self.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=limit + 10)
+        joined = wire.in_background(self.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=longest + 10)
+        opened = wire.in_background(wire.open_group, transport, self.store, info["group_id"], 0, members, longest)
         try:
-            self.group = wire.open_group(transport, self.store, info["group_id"], 0, members, limit)
+            limit = time.monotonic() + self.timeouts.join
+            while not opened.done() and time.monotonic() < limit:
+                if joined.done():
+                    joined.result()
+                time.sleep(0.005)
+            self.group = opened.result(0)
             hello = torch.ones(1, dtype=torch.uint8, device=dist.device() if transport == "nccl" else "cpu")
-            wire.wait(wire.broadcast(self.group, hello), limit, lambda: joined.result() if joined.done() and joined.exception() else None)
-            joined.result(limit)
+            wire.wait(wire.broadcast(self.group, hello), self.timeouts.join, lambda: joined.result() if joined.done() else None)
+            joined.result(self.timeouts.join)
+        except ServerError:
+            raise
         except Exception as error:  # c10d raises RuntimeErrors of its own kinds
-            why = joined.exception() if joined.done() and joined.exception() else error
-            raise ServerError(f"{self.url}: no group with its workers: {why}") from error
+            raise ServerError(f"{self.url}: no group with its workers within {self.timeouts.join:.0f} s: {type(error).__name__} {error}") from error
         self._raise_errors(self.rpc("sync_report"))
 
     def leave(self) -> None:
@@ -315,21 +324,22 @@ class Server:
 
     # -- one update ----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, tensors: list[WireTensor], bucket_bytes: int) -> None:
-        self.error = None
+    def prepare(self) -> None:
         # keep: requests in flight go on afterwards, recomputed under the new weights. Without version labels nobody could tell which token
         # came from which weights, so they are ended there.
         self.call(f"/pause?mode={'keep' if self.has_labels else 'abort'}")
         self.call("/start_weight_update")
+
+    def begin(self, tensors: list[WireTensor], bucket_bytes: int) -> None:
         update = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "bucket_bytes": bucket_bytes,
-            "timeout": self.timeouts.bucket,
+            "timeout": PATIENCE * self.timeouts.bucket,
         }
         # Lasts as long as the whole update: what hangs is noticed bucket by bucket.
-        self._update = self._threads.submit(self.call, "/update_weights", {"update_info": update}, timeout=24 * 3600.0)
+        self._update = wire.in_background(self.call, "/update_weights", {"update_info": update}, timeout=24 * 3600.0)
 
     def check(self) -> None:
         """Raises when the workers have stopped receiving before everything was sent."""
@@ -412,6 +422,8 @@ class Lane:
         self._buckets = wire.plan_buckets([tensor.size for tensor in tensors], bucket_bytes)
         self._bucket, self._next, self._offset = 0, 0, 0
         self._buffer: torch.Tensor | None = None
+        self._in_flight: torch.Tensor | None = None
+        self._started = 0.0
         self._works: list = []
 
     @property
@@ -419,11 +431,18 @@ class Lane:
         return [server for server in self.servers if server.error is None]
 
     def each(self, action: Callable[[Server], None]) -> None:
-        for server in self.active:
-            try:
-                action(server)
-            except Exception as error:  # one server's failure, of whatever kind, must not take the others or the collective down
-                server.fail(error)
+        """Does it for all servers at once: one that hangs must not keep the others waiting."""
+        for server, result in [(server, wire.in_background(action, server)) for server in self.active]:
+            self._settle(server, result.result)
+
+    def _settle(self, server: Server, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (ServerError, SyncError) as error:
+            server.fail(error)
+        except Exception as error:  # c10d raises RuntimeErrors of its own kinds; one server's must not take the others down
+            log.debug("%s", server.url, exc_info=True)
+            server.fail(ServerError(f"{server.url}: {type(error).__name__}: {error}"))
 
     def feed(self, tensor: WireTensor, value: torch.Tensor) -> None:
         """Copies the next tensor of the list; a full bucket goes out. The value may be freed afterwards."""
@@ -437,20 +456,18 @@ class Lane:
         self._offset, self._next = self._offset + tensor.size, self._next + 1
         if self._offset == len(self._buffer):
             self.wait()  # for the bucket before: at most two exist
-            buffer, self._buffer = self._buffer, None
-            self.each(lambda server: self._works.append((server, wire.broadcast(server.group, buffer), buffer)))
+            self._started, self._in_flight, self._buffer = time.monotonic(), self._buffer, None
+            for server in self.active:
+                self._settle(server, lambda server=server: self._works.append((server, wire.broadcast(server.group, self._in_flight))))
             self._bucket += 1
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        for server, work, _ in works:
+        for server, work in works:
             if server.error is None:
-                try:
-                    wire.wait(work, server.timeouts.bucket, server.check)
-                except SyncError as error:
-                    server.fail(error)
-                except Exception as error:  # c10d raises RuntimeErrors of its own kinds
-                    server.fail(error if isinstance(error, ServerError) else ServerError(f"{server.url}: sending weights failed: {error}"))
+                left = max(0.0, self._started + server.timeouts.bucket - time.monotonic())
+                self._settle(server, lambda server=server, work=work, left=left: wire.wait(work, left, server.check))
+        self._in_flight = None
 
 
 @dataclass
@@ -588,20 +605,22 @@ class WeightSync:
     def _send(self, ready: list[Server], version: int, report: Push) -> None:
         """Everything one attempt sends: what a server needs, and for one that was never proven the proof."""
         proofs = [server for server in ready if server.needs_proof]
-        fingerprints: dict[Server, list[list[dict]]] = {server: [self._fingerprints(server)] for server in proofs}
-        fresh = {server for server in proofs if version == 0 and server.info.get("version") is None}
+        for server in proofs:
+            if version == 0 and server.info.get("version") is None:
+                server.base = self._fingerprints(server)
         self._stream(ready, version, report)
         proofs = [server for server in proofs if server.error is None]
         if not dist.broadcast_object(bool(proofs)):
             return
+        first = {}
         for server in proofs:
-            fingerprints[server].append(self._fingerprints(server))
+            first[server] = self._fingerprints(server)
             self._guard(server, lambda server=server: server.rpc("sync_zero"))
         self._stream([server for server in proofs if server.error is None], version, report)
         for server in proofs:
+            second = self._fingerprints(server) if server.error is None else []
             if server.error is None:
-                fingerprints[server].append(self._fingerprints(server))
-                self._guard(server, lambda server=server: self._prove(server, fingerprints[server], server in fresh, report))
+                self._guard(server, lambda server=server, second=second: self._prove(server, first[server], second, report))
 
     def _guard(self, server: Server, action: Callable[[], object]):
         try:
@@ -613,23 +632,21 @@ class WeightSync:
     def _fingerprints(self, server: Server) -> list[dict]:
         return self._guard(server, lambda: server.rpc("sync_fingerprints", timeout=10 * self.timeouts.call)) or []
 
-    def _prove(self, server: Server, fingerprints: list[list[dict]], fresh: bool, report: Push) -> None:
-        """fingerprints: as found; after one full update; after everything was zeroed and sent once more.
-
-        The last two being equal shows that every parameter is covered by what is sent; the first two, with fresh base weights on both sides,
-        that each arrives where vLLM's own loading of the checkpoint puts it."""
-        found, first, second = fingerprints
+    def _prove(self, server: Server, first: list[dict], second: list[dict], report: Push) -> None:
+        """Fingerprints after a full update, and after everything was set to zero and sent once more: being equal shows that what is sent
+        covers every parameter. With the base's weights on both sides they must also be those that the server had at first: that shows that
+        each tensor arrives where vLLM's own loading of the checkpoint puts it."""
         changed = [f"{name} (worker {rank})" for rank, worker in enumerate(first) for name in worker if worker[name] != second[rank].get(name)]
         if changed:
             raise SyncError(f"{server.url}: not restored by a full update after they were set to zero: {_some(changed)}")
         narrowed = {module for tensor in self._tensors(server) if tensor.narrowed for module in server.modules.get(tensor.name, ())}
-        exact = fresh and self.converter.block is None
+        exact = server.base is not None and self.converter.block is None
         if exact:
             wrong = [
                 f"{name} (worker {rank})"
-                for rank, worker in enumerate(found)
+                for rank, worker in enumerate(first)
                 for name in worker
-                if worker[name] != first[rank].get(name) and name.rpartition(".")[0] not in narrowed
+                if worker[name] != server.base[rank].get(name) and name.rpartition(".")[0] not in narrowed
             ]
             if wrong:
                 raise SyncError(f"{server.url}: a full update with the base's weights changed parameters: {_some(wrong)}")
@@ -661,9 +678,11 @@ class WeightSync:
         lanes = self._lanes(servers) if dist.is_main() else []
         needed: dict[int, list[str]] = {}
         for lane in lanes:
-            lane.each(lambda server, lane=lane: server.begin(lane.tensors, self.bucket_bytes))
+            lane.each(Server.prepare)
             for tensor in lane.tensors:
                 needed.setdefault(tensor.unit, []).append(tensor.model_name)
+        for lane in lanes:  # only now: from here on the workers wait for buckets
+            lane.each(lambda server, lane=lane: server.begin(lane.tensors, self.bucket_bytes))
         needed = dist.broadcast_object({unit: sorted(set(names)) for unit, names in sorted(needed.items())})
         for unit, names in needed.items():
             # On the control group: other ranks wait here while rank 0 waits for servers, not inside a gather.
@@ -749,7 +768,6 @@ class WeightSync:
         """Leaves the groups; the servers go on with the weights they have."""
         for server in self.servers:
             server.leave()
-            server._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _address_towards(host: str) -> str:

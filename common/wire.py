@@ -4,8 +4,10 @@ Imported on both sides, so it needs torch alone.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -34,7 +36,8 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
 
 
 def open_group(backend: str, store: Store, group_id: str, rank: int, world_size: int, timeout: float):
-    """A c10d group apart from the default one, `gloo` or `nccl`. All members call it within `timeout` seconds."""
+    """A c10d group apart from the default one, `gloo` or `nccl`. `timeout`, in seconds, is that of every collective; gloo's members also meet
+    here, within it."""
     limit = timedelta(seconds=timeout)
     store = PrefixStore(f"weights/{group_id}", store)
     if backend == "gloo":
@@ -74,10 +77,24 @@ def wait(work, seconds: float, check: Callable[[], None] | None = None) -> None:
     work.wait()  # raises what went wrong; on a GPU orders what follows behind the broadcast
 
 
+def in_background(function: Callable, *args, **kwargs) -> Future:
+    """Runs it in a thread that neither blocks the caller nor the end of the program, however long it hangs."""
+    future: Future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def abort(group) -> None:
-    """Frees a group whose peers may be gone. Never waits for them."""
+    """Frees a group whose peers may be gone, without waiting: gloo's abort waits until what is in flight has timed out."""
     if group is not None and hasattr(group, "abort"):
-        group.abort()
+        in_background(group.abort)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -26,17 +26,15 @@ def free_port() -> int:
 class VllmServer:
     """One server of `model` on this host. A context manager: whatever happens, its processes are gone afterwards."""
 
-    def __init__(self, model, log: Path, *options: str, python: Path | None = None, env: dict | None = None, extension=True):
+    def __init__(self, model, log: Path, *options: str, python: Path | None = None, env: dict | None = None, tokenizer: bool = False):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log)
         self.command = [
             str(python or rollout_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-            "--port", str(self.port), "--skip-tokenizer-init", "--max-model-len", "512", "--enforce-eager",
-            "--logprobs-mode", "processed_logprobs",
-            *(("--weight-transfer-config", '{"backend": "c10d"}') if extension else ()),
-            *(("--worker-extension-cls", "common.vllm_worker.WorkerExtension") if extension else ()),
-            *options,
+            "--port", str(self.port), "--max-model-len", "512", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
+            "--weight-transfer-config", '{"backend": "c10d"}', "--worker-extension-cls", "common.vllm_worker.WorkerExtension",
+            *(() if tokenizer else ("--skip-tokenizer-init",)), *options,
         ]  # fmt: skip
         self.env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         self.env |= {
