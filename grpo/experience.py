@@ -110,6 +110,7 @@ class Rollout:
 def score(setup: Setup, answers: list[Answer]) -> None:
     """Fills in rewards and reward of each answer. Rank 0 calls the reward functions, the others wait for it."""
     scores = None
+    dist.rest()  # reward functions may take longer than a collective is allowed to
     with dist.main_rank_first() as mine:
         if mine:
             groups: dict[str, list[int]] = {}
@@ -124,6 +125,7 @@ def score(setup: Setup, answers: list[Answer]) -> None:
                     scores[index] = (value.rewards, value.reward)
     for answer, (rewards, reward) in zip(answers, dist.broadcast_object(scores), strict=True):
         answer.rewards, answer.reward = rewards, reward
+    dist.beat()
 
 
 def set_advantages(answers: list[Answer], args: RewardArguments) -> float:

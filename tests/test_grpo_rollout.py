@@ -88,6 +88,25 @@ def test_ratio_is_one_on_policy(tiny_dir, family, dtype):
         assert found.mean() < 0.1  # experts chosen otherwise under rounding move single tokens by more
 
 
+@pytest.mark.parametrize(
+    "family, options, made",
+    [
+        ("qwen3_moe", {"trainable": "attention", "trainable_layers": "2-"}, {}),
+        ("qwen3_moe", {"trainable": "experts", "expert_mask": {"1": [0, 7], "3": [10]}, "expert_units_per_layer": 2}, {}),
+        ("glm_moe_dsa", {"trainable": "attention"}, {"fp8": True}),
+        ("llama", {}, {"tie_word_embeddings": True}),
+    ],
+)
+def test_ratio_is_one_where_parts_train(tiny_dir, tmp_path, family, options, made):
+    """Frozen units, split experts, FP8 weights and tied embeddings reach the twin whole."""
+    if "expert_mask" in options:
+        (tmp_path / "mask.json").write_text(json.dumps(options["expert_mask"]))
+        options = options | {"expert_mask": str(tmp_path / "mask.json")}
+    found, _ = differences(tiny_dir(family, **made), options | {"compute_dtype": "float32"})
+    print(f"{family} {options} {made}: mean {found.mean():.2e} max {found.max():.2e}")
+    assert found.max() < 1e-4
+
+
 def test_another_temperature_is_seen(tiny_dir):
     """The same check fails by far where trainer and engine do not use one temperature."""
     model, tokenizer, backend = built(tiny_dir("qwen3_moe"), compute_dtype="float32")
