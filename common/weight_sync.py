@@ -243,7 +243,7 @@ class Server:
     def rpc(self, method: str, *args, timeout: float | None = None) -> list[dict]:
         """Calls a method of every worker: one answer each."""
         timeout = timeout or self.timeouts.call
-        answer = self.call("/collective_rpc", {"method": method, "args": list(args), "timeout": timeout}, timeout=timeout + 5)
+        answer = self.call("/collective_rpc", {"method": method, "args": list(args), "timeout": timeout}, timeout=1.1 * timeout)
         results = (answer or {}).get("results")
         if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
             raise ServerError(f"{self.url}: {method} answered {str(answer)[:300]}")
