@@ -85,6 +85,7 @@ class Setup:
     output_dir: Path
     synced: int = -1  # optimizer steps behind the weights that the engine has
     ahead: Ahead | None = None  # the next rollout, where it is generated while this one trains
+    ahead_step: int = 0  # the first step that will train on it
 
     @property
     def updates(self) -> int:
@@ -215,6 +216,7 @@ def start_ahead(setup: Setup, questions: list[Question], first_step: int) -> Non
     """Begins the rollout that step `first_step` will train on, with the weights of now."""
     args = setup.rollout_args
     options = {"seed": rollout_seed(setup, first_step), **sampling(setup, args.temperature)}
+    setup.ahead_step = first_step
     setup.ahead = Ahead(setup.backend, questions, args.num_generations, setup.output_dir / run.STOP, **options)
 
 

@@ -323,6 +323,7 @@ class Ahead:
     """Answers to the next rollout's questions, generated in a thread with the weights of now while this process trains (rollout_lag: 1)."""
 
     def __init__(self, backend: RolloutBackend, questions: list[Question], num_generations: int, stop_file: Path, *, seed: int, **sampling):
+        self.questions = questions
         poll = StopPoll(stop_file, in_training=True)
         prompts = [question.as_prompt() for question in questions]
         self._executor = ThreadPoolExecutor(1)

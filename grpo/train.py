@@ -204,8 +204,8 @@ def main() -> None:
             stop = made is None
             if made is not None:
                 if rollout_args.rollout_lag and state.step + updates < total_steps:
-                    ahead = [questions[index] for index in order.next(epoch, offset, rollout_args.num_prompts_per_step)[0]]
-                    start_ahead(setup, ahead, state.step + updates + 1)
+                    following = order.next(epoch, offset, rollout_args.num_prompts_per_step)[0]
+                    start_ahead(setup, [questions[index] for index in following], state.step + updates + 1)
                 rolled_before = rollout is not None
                 rollout = prepare(setup, *made, state.step + 1)
                 if not rolled_before:
@@ -214,7 +214,7 @@ def main() -> None:
                 state.epoch, state.offset = epoch, offset
         if stop:
             if setup.ahead is not None:
-                write_unfinished(setup, setup.ahead.take(), ahead, state.step - position + updates + 1)
+                write_unfinished(setup, setup.ahead.take(), setup.ahead.questions, setup.ahead_step)
             run.save(output_dir, args, model, optimizer, state, identity)
             run.check_frozen(model)
             log.info("%s found: saved at step %d, ending", run.STOP, state.step)

@@ -136,6 +136,78 @@ def test_stop_during_generation_is_honoured_and_resumed(tiny_dir, grpo, files, t
     assert [line["step"] for line in metrics] == [1] and not (output / "rollouts" / "unfinished-000001.jsonl").exists()
 
 
+# ---- one rollout ahead
+
+SERVER = '''
+import sys, time
+from pathlib import Path
+from grpo import train, twin
+
+class Server(twin.HfBackend):
+    """An engine of its own, as the trainer sees one: it holds the weights of the last sync, and generating calls no collective."""
+
+    def __init__(self, servers, model, *, rollout_lag, probe_prompts):
+        assert servers == ["http://stand-in:1"] and probe_prompts
+        args = train.config.parse(train.ModelArguments, argv=["--model_name_or_path", str(model.source.path)])[0]
+        super().__init__(model, args, stop_ids=[379], pad_id=377, batch_size=16)
+
+    def sync(self, version):
+        self._fill = super()._fill
+        self._fill()
+        self._fill = self._free = lambda: None
+        return super().sync(version)
+
+    def generate(self, *args, **options):
+        delay, *stop = sys.stdin.readline().split()
+        if stop:  # somebody asks for it while these answers, which will all be finished, are on their way
+            Path(stop[0]).touch()
+            options["poll"] = lambda: False
+        time.sleep(float(delay))  # either side may be the slow one
+        return super().generate(*args, **options)
+
+train.VllmBackend = Server
+train.main()
+'''
+
+
+def lagged(model, files, output, *options, delays=(0,) * 20):
+    command = [sys.executable, "-c", SERVER, f"--model_name_or_path={model}", f"--train_files={files / 'train.jsonl'}"]
+    command += [f"--output_dir={output}", *SMALL, "--rollout_backend=vllm", "--vllm_servers=http://stand-in:1", "--rollout_lag=1", *options]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{files}", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+    try:
+        text = process.communicate("".join(f"{delay}\n" for delay in delays), timeout=240)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, text[-4000:]
+    return text
+
+
+def test_one_rollout_ahead(tiny_dir, files, tmp_path):
+    """The next rollout is generated while this one trains: one rollout old, the same whichever side is slow, kept when the run is stopped."""
+    model = tiny_dir("llama")
+    options = ("--rollout_correction=token_tis", "--max_steps=4", "--save_steps=0", "--num_generations=2", "--num_prompts_per_step=3")
+    lagged(model, files, tmp_path / "a", *options)
+    lagged(model, files, tmp_path / "b", *options, delays=(1, 2, 0, 2))
+    one, two = read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")
+    assert one == two
+    assert [line["grpo/weight_version"] for line in one] == [0, 0, 1, 2]
+    assert [line["grpo/weight_lag"] for line in one] == [0, 1, 1, 1]
+    assert one[0]["grpo/logp_diff_mean"] < 0.05  # on policy
+    assert all(line["grpo/ratio"] == pytest.approx(1.0, abs=1e-6) for line in one)
+
+    # Stopped while step 1 trains and the answers for step 2 are on their way: they are kept and not generated again.
+    text = lagged(model, files, tmp_path / "c", *options, delays=(0, f"0.5 {tmp_path / 'c' / 'STOP'}"))
+    kept = (tmp_path / "c" / "rollouts" / "unfinished-000002.jsonl").read_text().splitlines()
+    assert "STOP found: saved at step 1" in text
+    lagged(model, files, tmp_path / "c", *options)
+    lines = (tmp_path / "c" / "rollouts" / "step-000002.jsonl").read_text().splitlines()
+    parts = [{(line["id"], line["sample"]): line["completion_ids"] for line in map(json.loads, part)} for part in (kept, lines)]
+    assert parts[0] == parts[1] and len(lines) == 6
+    assert [line["step"] for line in read_metrics(tmp_path / "c")] == [1, 2, 3, 4]
+
+
 # ---- gradients do not depend on how answers are spread
 
 
