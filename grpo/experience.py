@@ -6,6 +6,7 @@ kept beside it (step-000013.npz), so that a run that stops in between goes on wi
 
 import json
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def reward_figures(answers: list[Answer], prefix: str) -> dict[str, float | None
 
     def mean(values):
         values = [float(value) for value in values if value is not None]
-        return sum(values) / len(values) if values else None
+        return math.fsum(values) / len(values) if values else None
 
     figures = {f"{prefix}reward": mean(answer.reward for answer in answers)}
     for name in answers[0].rewards:

@@ -26,6 +26,12 @@ REWARDS = """
 def vowels(prompts, completions, scale, **_):
     return [s * sum(c in "aeiou" for c in text) for s, text in zip(scale, completions)]
 
+def nobody(prompts, completions, **_):
+    return [None] * len(completions)
+
+def alike(prompts, completions, **_):
+    return [1.05] * len(completions)
+
 def short(prompts, completions, **_):
     return [None if len(text) > 60 else -float(len(text)) for text in completions]
 """
@@ -134,6 +140,21 @@ def test_stop_during_generation_is_honoured_and_resumed(tiny_dir, grpo, files, t
     assert (output / "rollouts" / "unfinished-000001.jsonl").exists() and not (output / "rollouts" / "step-000001.jsonl").exists()
     metrics = grpo(tiny_dir("llama"), output, *long, ranks=1)
     assert [line["step"] for line in metrics] == [1] and not (output / "rollouts" / "unfinished-000001.jsonl").exists()
+
+
+def test_without_signal_nothing_is_trained(tiny_dir, grpo, files, tmp_path):
+    """Answers that nobody scores, or all alike: the step is skipped and counted, the weights stay what they are to the bit."""
+    model = tiny_dir("llama")
+    options = ("--max_steps=2", f"--eval_files={files / 'eval.jsonl'}", "--save_steps=0")
+    for name, reward in (("nobody", None), ("alike", 1.05)):
+        metrics = grpo(model, tmp_path / name, *options, "--reward_funcs", f"my_rewards:{name}", "--reward_weights", "1", ranks=1)
+        assert [line["skipped_steps"] for line in metrics] == [1, 2] and "loss" not in metrics[0]
+        assert metrics[0]["grpo/collapse_rate"] == 1.0 and metrics[0]["grpo/trained"] == 0.0
+        assert metrics[0].get("grpo/reward") == reward and metrics[1].get("eval/reward") == reward
+        trained, base = tensors_of(tmp_path / name / "final"), tensors_of(model)
+        assert all(torch.equal(trained[tensor], base[tensor]) for tensor in base)
+    line = json.loads((tmp_path / "nobody" / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0])
+    assert line["reward"] is None and line["rewards"] == {"nobody": None} and line["advantage"] == 0.0
 
 
 # ---- one rollout ahead
