@@ -439,6 +439,23 @@ def test_answers_without_signal_stay_in_the_kl_term_only():
     assert total.item() == pytest.approx(1.0)
 
 
+def test_tokens_that_the_correction_rejects_are_not_counted():
+    answers = many_answers(3)
+    batches = mini_batches_of(answers, 1, max_length=64)
+    rejected = 0
+    for batch in batches[0]:
+        far = batch.sampled == -0.5  # all tokens of each group's second answer: engine and trainer disagree by e^3
+        batch.old = batch.sampled + 3.0 * far
+        rejected += int(far.sum())
+    [window] = weigh(batches, ObjectiveArguments(rollout_correction="icepop", beta=0.1), 16)
+    tokens = sum(len(a.completion.completion_ids) for a in answers if a.informative)
+    assert rejected and window.tolist() == [tokens - rejected, 6, tokens, 8]  # the KL term keeps them
+    for batch in batches[0]:
+        assert (batch.policy_scale[batch.weights == 0] == 0).all()
+        assert batch.kl_scale.tolist() == pytest.approx([1 / tokens] * len(batch.row))
+        assert batch.policy_scale[batch.weights > 0].tolist() == pytest.approx([1 / window[0].item()] * int((batch.weights > 0).sum()))
+
+
 def test_a_mini_batch_without_signal_is_empty():
     answers = many_answers(2)
     for answer in answers:
