@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -52,14 +53,12 @@ class GRPOTrainArguments(TrainArguments):
     """The loop: how long, how fast, what is written."""
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
-    lr_scheduler_type: str = option("constant", "Shape after the warm-up: constant, linear or cosine; the latter two end at 0.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up; cosine and linear end at 0.")
     num_iterations: int = option(1, "Passes over the answers of one rollout.")
     num_minibatches: int = option(1, "Optimizer steps of one pass.")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_scheduler_type is {self.lr_scheduler_type}; it must be constant, linear or cosine.")
         if self.num_iterations < 1 or self.num_minibatches < 1:
             raise ValueError(f"num_iterations is {self.num_iterations}, num_minibatches {self.num_minibatches}; both must be at least 1.")
         if self.gradient_accumulation_steps != 1:

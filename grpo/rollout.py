@@ -156,14 +156,18 @@ NOT_COLUMNS = ("id", "prompt", "tools", "chat_template_kwargs")
 
 
 def read_questions(
-    files: list[str], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, on_bad_row: str = "error"
+    files: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    on_bad_row: str = "error",
+    chat_template_kwargs: str | None = None,
 ) -> list[Question]:
     """The rows of JSON Lines or Parquet files: `prompt` (messages, or text that is taken as it is), `id` (else file:line), any columns.
 
     A prompt longer than `max_prompt_tokens` is dropped and counted. ValueError names file and line of a row that cannot be used, or of two
     rows with one id, unless `on_bad_row` is skip; and a file with no usable row.
     """
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, chat_template_kwargs=json.loads(chat_template_kwargs or "{}"))
     questions: dict[str, Question] = {}
     for file in files:
         dropped: Counter = Counter()
@@ -223,7 +227,7 @@ def _question(row: dict, where: str, chat: Chat) -> Question:
         )
         try:
             text = tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **chat.kwargs | (options or {})
             )
         except Exception as error:  # a template raises what it likes
             raise BadRow(f"the chat template cannot render the prompt: {error}") from error

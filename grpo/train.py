@@ -148,8 +148,9 @@ def main() -> None:
 
     # Data and reward functions first: what is wrong with them must be known before a large model is loaded.
     room = data_args.max_length - rollout_args.max_completion_length
-    questions = read_questions(data_args.train_files, tokenizer, room, data_args.on_bad_row)
-    held_out = read_questions(data_args.eval_files, tokenizer, room, data_args.on_bad_row) if data_args.eval_files else []
+    how = (tokenizer, room, data_args.on_bad_row, data_args.chat_template_kwargs)
+    questions = read_questions(data_args.train_files, *how)
+    held_out = read_questions(data_args.eval_files, *how) if data_args.eval_files else []
     pool = None
     with dist.main_rank_first() as mine:
         if mine:

@@ -242,6 +242,12 @@ def test_prompts(tiny_dir, tmp_path):
     assert tokenizer.decode(messages.prompt_ids) == "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"
     assert text.id == "rows.jsonl:3" and tokenizer.decode(text.prompt_ids) == "The capital of"
 
+    tokenizer.chat_template = "{{ messages[0].content }} {{ style }} {{ mood }}"
+    file.write_text(json.dumps(rows[0] | {"chat_template_kwargs": {"mood": "warm"}}))
+    [question] = read_questions([str(file)], tokenizer, 100, chat_template_kwargs='{"style": "large", "mood": "cold"}')
+    assert tokenizer.decode(question.prompt_ids) == "red large warm"  # the row's own win
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir("llama"))
+
     import pyarrow
     import pyarrow.parquet
 
