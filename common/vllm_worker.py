@@ -103,13 +103,20 @@ class C10dEngine(WeightTransferEngine):
         self.group = self.store = None
         self.report = Report()
         self.touched: set[str] = set()  # modules of the last update
-        self._loads = 0
+        self._loads = 0  # into parameters, in this update
+        self._current: set[str] = set()  # modules that the tensor at hand went into
         self._count_loads = None
         self._kernels: list = []
 
     # A malformed request must not raise either: it is read inside the methods that keep errors.
     def parse_init_info(self, init_dict):
         return init_dict
+
+    def parse_update_info(self, update_dict):
+        return update_dict
+
+    def trainer_send_weights(self, *_):  # older versions want it defined
+        raise NotImplementedError("the trainer's side is common/weight_sync.py")
 
     def init_transfer_engine(self, init_info) -> None:
         self.report = Report()
@@ -166,7 +173,10 @@ class C10dEngine(WeightTransferEngine):
         the number of elements of each load, as the only place that all loads pass."""
         self._unwatch_loads()
         self._owners = {
-            id(parameter): name for name, layer in self.model.named_modules() for parameter in layer._parameters.values() if parameter is not None
+            id(parameter): name
+            for name, layer in self.model.named_modules()
+            for parameter in layer._parameters.values()
+            if parameter is not None
         }
         original = layerwise.get_numel_loaded
 
@@ -187,7 +197,7 @@ class C10dEngine(WeightTransferEngine):
         self.receive_weights(update_info)
 
     @kept
-    def receive_weights(self, update_info, *_) -> None:
+    def receive_weights(self, update_info, *_, **__) -> None:
         info = UpdateInfo(**update_info) if isinstance(update_info, dict) else update_info
         if self.group is None:
             raise RuntimeError("no group: init_weight_transfer_engine comes first")
@@ -243,7 +253,9 @@ class C10dEngine(WeightTransferEngine):
         before = self._loads
         self.model.load_weights(stream())
         if len(suspects) == len(specs) > 1 and self._loads - before >= len(specs):
-            raise RuntimeError("this model's load_weights reads ahead, so that dropped names cannot be told; load_weights must be called alone")
+            raise RuntimeError(
+                "this model's load_weights reads ahead, so that dropped names cannot be told; load_weights must be called alone"
+            )
         self.report.dropped += suspects
         self.report.tensors += len(specs)
         self.report.bytes += buffer.numel()

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> python -m vllm.entrypoints.openai.api_server --model <base checkpoint> "
-    "--weight-transfer-config '{\"backend\": \"c10d\"}' --worker-extension-cls common.vllm_worker.WorkerExtension "
+    '--weight-transfer-config \'{"backend": "c10d"}\' --worker-extension-cls common.vllm_worker.WorkerExtension '
     "--logprobs-mode processed_logprobs --enable-scale-out (where that option exists)"
 )
 # Workers wait longer for a bucket than the trainer does for one server, or a server that hangs would make the others give up as well.
@@ -223,8 +223,8 @@ class Timeouts:
 class Server:
     """One vLLM server as rank 0 sees it: its control routes, its group, what it holds."""
 
-    def __init__(self, url: str, timeouts: Timeouts):
-        self.http, self.timeouts = Http(url), timeouts
+    def __init__(self, url: str, timeouts: Timeouts, foreign: set[str] = frozenset()):
+        self.http, self.timeouts, self.foreign = Http(url), timeouts, foreign
         self.url = self.http.url
         self.group = self.store = None
         self.info: dict = {}
@@ -236,6 +236,8 @@ class Server:
         self.base: list[dict] | None = None  # fingerprints of the weights that it read itself; None once somebody has sent others
         self.error: Exception | None = None
         self._update: Future | None = None
+        self._last_failure: Exception | None = None
+        self._last_failure: Exception | None = None
 
     def call(self, path: str, body=None, *, timeout: float | None = None, method: str = "POST"):
         return self.http.call(path, body, timeout=timeout or self.timeouts.call, method=method)
@@ -268,7 +270,9 @@ class Server:
         if self.info["engine"] != "C10dEngine":
             raise ValueError(f"{self.url} uses the weight-transfer engine {self.info['engine']}. Start it with: {START}")
         if self.info["quantization"]:
-            raise ValueError(f"{self.url} serves {self.info['quantization']} weights; serve a bf16 copy of the base: quantised ones cannot be synced")
+            raise ValueError(
+                f"{self.url} serves {self.info['quantization']} weights; serve a bf16 copy of the base: quantised ones cannot be synced"
+            )
         boot = [worker["boot"] for worker in workers]
         if boot != self.boot:
             if self.boot:
@@ -308,7 +312,9 @@ class Server:
         except ServerError:
             raise
         except Exception as error:  # c10d raises RuntimeErrors of its own kinds
-            raise ServerError(f"{self.url}: no group with its workers within {self.timeouts.join:.0f} s: {type(error).__name__} {error}") from error
+            raise ServerError(
+                f"{self.url}: no group with its workers within {self.timeouts.join:.0f} s: {type(error).__name__} {error}"
+            ) from error
         self._raise_errors(self.rpc("sync_report"))
 
     def leave(self) -> None:
@@ -317,8 +323,10 @@ class Server:
 
     def fail(self, error: Exception) -> None:
         """Remembers why, and leaves the server paused: between start and finish its weights are not usable."""
-        self.error, self.needs_full, self.version = error, True, None
-        log.warning("weight sync with %s failed: %s", self.url, error)
+        if str(error) != str(self._last_failure):  # while it is waited for, the same again and again
+            log.warning("weight sync with %s failed: %s", self.url, error)
+        self.error = self._last_failure = error
+        self.needs_full, self.version = True, None
         self.http.interrupt()  # an update that hangs would be waited for until its deadline
         self.leave()
 
@@ -396,14 +404,15 @@ class Server:
                 if report[name] != value:
                     raise SyncError(f"{self.url}, worker {rank}: {name} is {report[name]}, expected {value}")
         untouched = set.union(*(set(report["untouched"]) for report in reports))
-        if full and (missing := sorted(name for name in untouched if not _not_ours(name))):
+        if full and (missing := sorted(name for name in untouched if not set(name.split(".")) & self.foreign)):
             raise SyncError(f"{self.url} has modules that got nothing in a full update: {_some(missing)}")
 
 
-def _not_ours(module: str) -> bool:
-    """Parts of a server's model that the trainer has not: towers of other media, multi-token prediction, a head tied to the embeddings."""
-    parts = set(module.split("."))
-    return bool(parts & {"visual", "vision_tower", "vision_model", "audio_tower", "mtp", "multi_modal_projector"}) or module.endswith("lm_head")
+def foreign_parts(converter: Converter) -> set[str]:
+    """Parts of a server's model that the trainer has not and never sends: towers of other media, multi-token prediction; a head that is tied
+    to the embeddings."""
+    parts = {name.removeprefix("model.").split(".")[0] for name in converter.untouched} - {"layers"}
+    return parts | {"lm_head" for name in converter.tied if name.startswith("lm_head")}
 
 
 def _some(names: list[str], limit: int = 20) -> str:
@@ -507,7 +516,7 @@ class WeightSync:
         self.timeouts = timeouts or Timeouts()
         self.wait_seconds = wait_seconds
         self.bucket_bytes = bucket_bytes or (1 << 30 if torch.cuda.is_available() else 64 << 20)
-        self.servers = [Server(url, self.timeouts) for url in dict.fromkeys(urls)]
+        self.servers = [Server(url, self.timeouts, foreign_parts(self.converter)) for url in dict.fromkeys(urls)]
         if not self.servers:
             raise ValueError("vllm_servers is empty: give the address of at least one server, e.g. http://localhost:8000")
         self.address = address or _address_towards(self.servers[0].http.host)
@@ -584,7 +593,9 @@ class WeightSync:
         """(finished, error to raise) after an attempt."""
         refused = [server for server in self.servers if isinstance(server.error, SyncError)]
         if refused and self.fused_experts and any(".experts." in str(server.error) for server in refused):
-            log.warning("a server does not take the experts of a layer as one tensor: they are sent one by one from now on. %s", refused[0].error)
+            log.warning(
+                "a server does not take the experts of a layer as one tensor: they are sent one by one from now on. %s", refused[0].error
+            )
             self.fused_experts = False
             return False, None
         if refused and attempt >= 1:
@@ -598,7 +609,9 @@ class WeightSync:
             return True, None
         if attempt >= 1:
             if time.monotonic() > deadline:
-                return True, ServersLost(f"no server came back within {self.wait_seconds:.0f} s: {'; '.join(str(s.error) for s in pending)}")
+                return True, ServersLost(
+                    f"no server came back within {self.wait_seconds:.0f} s: {'; '.join(str(s.error) for s in pending)}"
+                )
             time.sleep(min(5.0, self.wait_seconds / 20))
         return False, None
 
@@ -636,7 +649,9 @@ class WeightSync:
         """Fingerprints after a full update, and after everything was set to zero and sent once more: being equal shows that what is sent
         covers every parameter. With the base's weights on both sides they must also be those that the server had at first: that shows that
         each tensor arrives where vLLM's own loading of the checkpoint puts it."""
-        changed = [f"{name} (worker {rank})" for rank, worker in enumerate(first) for name in worker if worker[name] != second[rank].get(name)]
+        changed = [
+            f"{name} (worker {rank})" for rank, worker in enumerate(first) for name in worker if worker[name] != second[rank].get(name)
+        ]
         if changed:
             raise SyncError(f"{server.url}: not restored by a full update after they were set to zero: {_some(changed)}")
         narrowed = {module for tensor in self._tensors(server) if tensor.narrowed for module in server.modules.get(tensor.name, ())}

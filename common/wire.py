@@ -3,6 +3,7 @@
 Imported on both sides, so it needs torch alone.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -92,8 +93,13 @@ def in_background(function: Callable, *args, **kwargs) -> Future:
 
 
 def abort(group) -> None:
-    """Frees a group whose peers may be gone, without waiting: gloo's abort waits until what is in flight has timed out."""
+    """Ends a group whose peers may be gone, without waiting.
+
+    Both gloo's abort and its destructor wait until what is in flight has timed out, the destructor while it holds Python's lock, which stops
+    every thread. So abort runs beside, and the object is never destroyed: there is one for each time that a server was lost.
+    """
     if group is not None and hasattr(group, "abort"):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         in_background(group.abort)
 
 

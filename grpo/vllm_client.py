@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 PROBE_PROMPTS, PROBE_PROMPT_TOKENS, PROBE_TOKENS = 8, 24, 48
 # Mean |difference| of log-probabilities on sampled tokens between server and trainer. bf16 noise is 0.001 to 0.09, wrong weights 0.2 to 5.
 START_LIMIT = 0.25
-NOISE_FACTOR, NOISE_FLOOR = 3.0, 0.003
+NOISE_FACTOR, NOISE_FLOOR = 3.0, 0.015  # below the floor the noise of the first sync says little about later ones
 # Above this share of changed bf16 elements (experts left out, which few tokens reach) an unchanged probe is wrong, not only unlucky.
 SURELY_VISIBLE = 0.01
 
@@ -109,19 +109,27 @@ class Endpoint:
             answer = self.http.call("/v1/completions", body, timeout=timeout)
             choices = [_text_choice(choice) for choice in answer["choices"]]
         if sorted(choice.index for choice in choices) != list(range(request.num_generations)):
-            raise ServerError(f"{self.http.url}: {len(choices)} answers to prompt {request.id}, {request.num_generations} were asked for")
+            raise ServerError(
+                f"{self.http.url}: {len(choices)} answers to prompt {request.id}, {request.num_generations} were asked for", 500
+            )
         if any(len(choice.ids) != len(choice.logps) for choice in choices):
-            raise ServerError(f"{self.http.url}: an answer to prompt {request.id} has not one log-probability for each token")
+            raise ServerError(f"{self.http.url}: an answer to prompt {request.id} has not one log-probability for each token", 500)
         return choices
+
+
+NO_LOGP = -9000.0  # vLLM writes -9999 where it has none
 
 
 def _token_choice(choice: dict) -> Choice:
     spans = choice.get("weight_versions")
     content = (choice.get("logprobs") or {}).get("content") or []
-    if [entry["token_id"] for entry in content] != choice["token_ids"]:
-        raise ServerError("a server's log-probabilities are of other tokens than it sampled")
+    # Older versions write "token": "token_id:17".
+    named = [entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:")) for entry in content]
+    logps = [entry["logprob"] for entry in content]
+    if named != choice["token_ids"] or any(logp is None or logp < NO_LOGP for logp in logps):
+        raise ServerError("a server's log-probabilities are not those of the tokens that it sampled", 500)
     versions = None if spans is None else [(span["version"], span["start"], span["end"]) for span in spans]
-    return Choice(choice["index"], choice["token_ids"], [entry["logprob"] for entry in content], choice["finish_reason"], versions)
+    return Choice(choice["index"], choice["token_ids"], logps, choice["finish_reason"], versions)
 
 
 def _text_choice(choice: dict) -> Choice:
@@ -315,7 +323,8 @@ class VllmBackend:
         checks, problem = self._check(push)
         if problem is not None:
             log.warning("%s. Everything is sent once more.", problem)
-            push = self.weights.push(version, full=True)
+            first, push = push, self.weights.push(version, full=True)
+            push.changed, push.changed_any = first.changed, first.changed_any  # since the last version, not since the first try
             self._accept(push, version)
             checks, problem = self._check(push, again=True)
             if problem is not None:

@@ -30,6 +30,7 @@ class FakeServer:
         self.released = threading.Event()
         self.answer_tokens = 6
         self.delay = 0.0
+        self.drops: tuple[str, ...] = ()  # ends of names that it does not know
         self.cut_after_buckets: int | None = None
         server = self
 
@@ -157,6 +158,9 @@ class FakeServer:
                 self.weights[info["names"][i]] = buffer[offset : offset + sizes[i]].clone().view(dtypes[i]).view(info["shapes"][i])
                 offset += sizes[i]
                 self.sent.append(info["names"][i])
+                if self.drops and info["names"][i].endswith(self.drops):
+                    del self.weights[info["names"][i]]
+                    self.report["dropped"].append(info["names"][i])
         self.report |= {"tensors": len(sizes), "bytes": sum(sizes)}
         return {}
 

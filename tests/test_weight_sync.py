@@ -9,7 +9,7 @@ from fake_server import FakeServer
 
 from common import dist, run, wire
 from common.config import ModelArguments
-from common.weight_sync import Http, ServerError, ServersLost, SyncError, Timeouts, WeightSync, closure, wire_tensors
+from common.weight_sync import Http, ServersLost, SyncError, Timeouts, WeightSync, closure, wire_tensors
 from grpo.rollout import Prompt
 from grpo.vllm_client import Endpoint, Fleet, Request, trainer_logps
 
@@ -179,7 +179,10 @@ def changed(**values):
 
 REFUSED = {
     "dropped": (changed(dropped=["model.layers.0.mlp.gate.weight"]), "does not know 1 of the names.*model.layers.0.mlp.gate.weight"),
-    "incomplete": (changed(error="finish: RuntimeError: modules of which only a part came: model.layers.2.self_attn.qkv_proj"), "layers.2.*qkv_proj"),
+    "incomplete": (
+        changed(error="finish: RuntimeError: modules of which only a part came: model.layers.2.self_attn.qkv_proj"),
+        "layers.2.*qkv_proj",
+    ),
     "fewer": (changed(tensors=3), "tensors is 3, expected 47"),
     "bytes": (changed(bytes=11), "bytes is 11, expected"),
     "unfinished": (changed(finished=False), "finished is False"),
@@ -209,6 +212,21 @@ def test_one_bad_report_is_healed_by_a_full_resync(model):
         assert_holds(server, model)
 
 
+def test_experts_go_one_by_one_to_a_server_that_does_not_take_them_fused(model):
+    with servers() as (server,), syncing(model, [server]) as sync:
+        server.drops = ("experts.gate_up_proj", "experts.down_proj")
+        assert sync.push(0).servers == [server.url]
+        ours = expected(model)
+        assert len(server.sent) == len(model.source.names) and not server.report["dropped"]
+        half = ours["model.layers.2.mlp.experts.gate_up_proj"].shape[1] // 2
+        assert torch.equal(
+            server.weights["model.layers.2.mlp.experts.11.up_proj.weight"], ours["model.layers.2.mlp.experts.gate_up_proj"][11, half:]
+        )
+        assert torch.equal(
+            server.weights["model.layers.0.mlp.experts.10.down_proj.weight"], ours["model.layers.0.mlp.experts.down_proj"][10]
+        )
+
+
 def test_weights_that_do_not_come_back_after_zeroing_are_named(model):
     with servers() as (server,), syncing(model, [server]) as sync:
         answers = []
@@ -234,7 +252,15 @@ def test_fresh_weights_must_be_those_that_the_server_read_itself(model):
             sync.push(0)
 
 
-ROUTES = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "sync_set_version", "sync_report"]
+ROUTES = [
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "sync_set_version",
+    "sync_report",
+]
 FAILURES = [(route, fault) for route in ROUTES for fault in (500, "hang")] + [("/update_weights", "die"), ("sync_report", "die")]
 
 
@@ -447,7 +473,11 @@ def test_aborted_answers_are_sampled_again():
 
         def cut(answer):
             if next(cuts, None) is not None:
-                answer["choices"][1] |= {"finish_reason": "abort", "token_ids": [1], "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]}}
+                answer["choices"][1] |= {
+                    "finish_reason": "abort",
+                    "token_ids": [1],
+                    "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]},
+                }
             return answer
 
         server.faults["/inference/v1/generate"] = cut

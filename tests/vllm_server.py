@@ -4,17 +4,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def rollout_python() -> Path | None:
-    """The interpreter of the rollout environment, or None where it is missing or half installed."""
+    """The interpreter of the rollout environment, or this one where it has vLLM; None without."""
     venv = Path(os.environ.get("ENV_DIR", ROOT / ".venv")) / "rollout"
-    return venv / "bin" / "python" if (venv / ".complete").exists() else None
+    if (venv / ".complete").exists():
+        return venv / "bin" / "python"
+    return Path(sys.executable) if find_spec("vllm") else None
 
 
 def free_port() -> int:
@@ -26,14 +30,18 @@ def free_port() -> int:
 class VllmServer:
     """One server of `model` on this host. A context manager: whatever happens, its processes are gone afterwards."""
 
-    def __init__(self, model, log: Path, *options: str, python: Path | None = None, env: dict | None = None, tokenizer: bool = False):
+    def __init__(
+        self, model, log: Path, *options: str, python: Path | None = None, env: dict | None = None, tokenizer: bool = False, stock=False
+    ):
+        """stock: vLLM's own weight transfer instead of ours."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log)
         self.command = [
             str(python or rollout_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--max-model-len", "512", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
-            "--weight-transfer-config", '{"backend": "c10d"}', "--worker-extension-cls", "common.vllm_worker.WorkerExtension",
+            "--weight-transfer-config", '{"backend": "nccl"}' if stock else '{"backend": "c10d"}',
+            *(() if stock else ("--worker-extension-cls", "common.vllm_worker.WorkerExtension")),
             *(() if tokenizer else ("--skip-tokenizer-init",)), *options,
         ]  # fmt: skip
         self.env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
