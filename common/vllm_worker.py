@@ -104,7 +104,8 @@ class C10dEngine(WeightTransferEngine):
         self.report = Report()
         self.touched: set[str] = set()  # modules of the last update
         self._loads = 0  # into parameters, in this update
-        self._current: set[str] = set()  # modules that the tensor at hand went into
+        self._loading = ""  # name of the tensor at hand
+        self._current: set[str] = set()  # modules that it went into
         self._count_loads = None
         self._kernels: list = []
 
@@ -220,8 +221,7 @@ class C10dEngine(WeightTransferEngine):
                     self._load(buffer, pairs)
                 except Exception as error:  # received but not loaded: the other workers' buckets must still arrive
                     log.exception("weight sync: load_weights")
-                    names = ", ".join(info.names[i] for i in bucket[:20])
-                    failure = RuntimeError(f"loading failed ({type(error).__name__}: {error or 'no message'}) at or behind one of: {names}")
+                    failure = RuntimeError(f"loading failed at {self._loading}: {type(error).__name__}: {error or 'no message'}")
             self.report.load_seconds += time.perf_counter() - received
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
@@ -239,7 +239,7 @@ class C10dEngine(WeightTransferEngine):
         def stream():
             offset = 0
             for name, shape, dtype, size in specs:
-                before, self._current = self._loads, set()
+                before, self._current, self._loading = self._loads, set(), name
                 data = buffer[offset : offset + size]
                 if offset % dtype.itemsize:
                     data = data.clone()

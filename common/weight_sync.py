@@ -273,6 +273,11 @@ class Server:
             raise ValueError(
                 f"{self.url} serves {self.info['quantization']} weights; serve a bf16 copy of the base: quantised ones cannot be synced"
             )
+        world = self.call("/get_world_size", method="GET")["world_size"]
+        if world != len(workers):
+            raise ValueError(
+                f"{self.url} has {world} workers, but only {len(workers)} can be reached: start one server for each data-parallel replica"
+            )
         boot = [worker["boot"] for worker in workers]
         if boot != self.boot:
             if self.boot:
@@ -753,21 +758,21 @@ class WeightSync:
     def _reset_statistics(self) -> None:
         self._done: list[Server] = []
         self._counts: dict[str, tuple[torch.Tensor, int]] = {}
-        self._sampled: set[str] = set()
+        self._new_samples: dict[str, torch.Tensor] = {}
 
     def _sample(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         """Compares every n-th element, as it is sent, with the push before."""
-        if name in self._sampled:
+        if name in self._new_samples:
             return
-        self._sampled.add(name)
         flat = value.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].to(dtype)
         before = self._samples.get(name)
         if before is not None:
             self._counts[name] = ((sample != before).sum(), flat.numel())
-        self._samples[name] = sample.clone()
+        self._new_samples[name] = sample.clone()
 
     def _finish_statistics(self, report: Push) -> None:
+        self._samples |= self._new_samples
         if not self._counts:
             return  # the first push: everything is new
         changed = elements = 0.0

@@ -330,6 +330,9 @@ class VllmBackend:
             if problem is not None:
                 raise SyncError(f"{problem}, also after everything was sent again")
         checks |= push.checks | {"changed_share": push.changed, "lost": push.lost, "restarted": push.restarted}
+        log.info(
+            "weights %d: %.3f GB to %d servers in %.2f s; %s", version, push.bytes / 1e9, len(push.servers), push.seconds, _figures(checks)
+        )
         return SyncReport(time.perf_counter() - started, push.bytes, push.tensors, checks)
 
     def _accept(self, push: Push, version: int) -> None:
@@ -368,9 +371,10 @@ class VllmBackend:
                     sampled[endpoint.http.url] = self.probe.sample(endpoint, self.timeouts.call)
                 except ServerError as error:  # gone since the push: its prompts go to the others, the next sync sees to it
                     failures[endpoint.http.url] = str(error)
-        sampled = dist.broadcast_object(sampled)
+        sampled, failures = dist.broadcast_object((sampled, failures))
+        push.servers = [url for url in push.servers if url in sampled]  # prompts go to those whose weights were tested
         if not sampled:
-            return {"probe": failures}, None
+            return {}, f"no server answered the probe: {'; '.join(failures.values())}"
         figures, problem = {}, None
         for url, mean, largest, count in self.probe.compare(sampled):
             before = None if url in push.restarted else self._probed.get(url)
@@ -389,7 +393,7 @@ class VllmBackend:
             means = [figure["logp_diff_mean"] for figure in figures.values()]
             self._baseline = statistics.mean(means) if self._baseline is None else self._baseline
             self._probed = sampled
-        return figures | failures, problem
+        return figures | {f"probe {url}": why for url, why in failures.items()}, problem
 
     # -- generation ----------------------------------------------------------------------------------------------------------------
 
@@ -452,6 +456,11 @@ class VllmBackend:
                 f"prompt {longest.id} has {len(longest.prompt_ids)} tokens; with {max_new_tokens} new ones that is more than a server's "
                 f"max_model_len {min(limits)}. Raise --max-model-len there, or drop long prompts."
             )
+
+
+def _figures(checks: dict) -> str:
+    means = [check["logp_diff_mean"] for name, check in checks.items() if name.startswith("probe ") and isinstance(check, dict)]
+    return f"log-probabilities differ from the trainer's by {max(means):.4f} on average" if means else "no probe"
 
 
 def _losses(endpoints: list[Endpoint]) -> str:

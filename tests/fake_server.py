@@ -105,6 +105,9 @@ class FakeServer:
     def on_health(self):
         return {}
 
+    def on_get_world_size(self):
+        return {"world_size": 1}
+
     def on_weight_info(self):
         return {"weight_version": self.labels}
 

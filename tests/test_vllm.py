@@ -189,7 +189,7 @@ BAD = {
         lambda t: renamed(t, LAYER + "self_attn.o_proj.weight", LAYER + "self_attn.o_proj.bias"),
         "o_proj",
     ),
-    "wrong shape": (True, lambda t: reversed_shape(t, LAYER + "self_attn.o_proj"), "o_proj"),
+    "wrong shape": (True, lambda t: reversed_shape(t, LAYER + "self_attn.o_proj"), "loading failed at model.layers.1.self_attn.o_proj"),
     "no k_proj": (True, lambda t: without(t, LAYER + "self_attn.k_proj"), "layers.1.self_attn.qkv_proj"),
     "no gate of one expert": (False, lambda t: without(t, LAYER + "mlp.experts.7.gate_proj"), "layers.1.mlp.experts"),
     "only some experts": (False, lambda t: [x for x in t if LAYER + "mlp.experts.1" not in x.name], "layers.1.mlp.experts"),

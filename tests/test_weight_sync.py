@@ -331,6 +331,10 @@ def test_servers_that_cannot_be_synced_say_how_to_start(model):
         server.faults["sync_describe"] = changed(quantization="fp8")
         with pytest.raises(ValueError, match="serves fp8 weights"):
             sync.push(0)
+        del server.faults["sync_describe"]
+        server.faults["/get_world_size"] = lambda _: {"world_size": 4}
+        with pytest.raises(ValueError, match="has 4 workers, but only 1 .* one server for each data-parallel replica"):
+            sync.push(0)
     with pytest.raises(ValueError, match="no address like"):
         Http("localhost:8000")
 
