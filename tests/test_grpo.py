@@ -347,7 +347,7 @@ def test_rewards_teach_held_out_questions(tiny_dir, launch, tmp_path):
     launch(
         "sft.train", "--config=sft/configs/tiny.yaml", f"--model_name_or_path={tiny_dir('qwen3_moe')}",
         f"--train_files={tmp_path / 'warm.jsonl'}", f"--output_dir={tmp_path / 'sft'}", "--max_length=512", "--max_steps=40", "--save_steps=0",
-        "--per_device_train_batch_size=2",
+        "--per_device_train_batch_size=2", ranks=2,
     )  # fmt: skip
     launch(
         "grpo.train", "--config=grpo/configs/tiny.yaml", f"--model_name_or_path={tmp_path / 'sft' / 'final'}",
