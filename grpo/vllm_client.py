@@ -328,6 +328,7 @@ class VllmBackend:
             self._accept(push, version)
             checks, problem = self._check(push, again=True)
             if problem is not None:
+                self._probed = {}  # nobody knows what the servers hold now
                 raise SyncError(f"{problem}, also after everything was sent again")
         checks |= push.checks | {"changed_share": push.changed, "lost": push.lost, "restarted": push.restarted}
         log.info(
