@@ -143,7 +143,7 @@ def _start_wandb(output_dir: Path, run_name: str, config: dict):
     try:
         import wandb
     except ImportError as error:
-        raise ImportError("report_to: wandb needs wandb. Install it: pip install wandb (WANDB_MODE=offline works without network)") from error
+        raise ImportError("report_to: wandb needs wandb. Install it: bash env/setup.sh train --with wandb (WANDB_MODE=offline works without network)") from error
     id_file = output_dir / "wandb_id"  # a requeued job continues the same curve
     if not id_file.exists():
         id_file.write_text(wandb.util.generate_id(), encoding="utf-8")

@@ -88,7 +88,7 @@ def _open_parquet(file: str):
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(f"reading {file} needs pyarrow: pip install pyarrow") from error
+        raise ImportError(f"reading {file} needs pyarrow: bash env/setup.sh train installs it") from error
     try:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowException as error:

@@ -80,7 +80,8 @@ def math_exact(prompts, completions, answer, **_) -> list[float]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("grpo.rewards:math_exact needs math-verify. Install it: pip install math-verify[antlr4_13_2]") from error
+        command = "bash env/setup.sh train --with math-verify --with antlr4-python3-runtime"
+        raise ImportError(f"grpo.rewards:math_exact needs math-verify. Install it: {command}") from error
     results = []
     for completion, gold in zip(completions, answer, strict=True):
         gold = str(gold).rpartition("####")[2].strip()

@@ -169,7 +169,7 @@ def test_setup_adds_optional_packages_in_their_pinned_version(setup):
         (["tarin"], "unknown argument tarin"),
         (["train", "rollout"], "not both"),
         (["--with"], "--with needs a value"),
-        (["--with", "wand"], "fla-core flash-attn bitsandbytes wandb"),
+        (["--with", "wand"], "fla-core flash-attn wandb"),
         (["--with", "w.ndb"], "choose from"),
         (["rollout", "--with", "wandb"], "say train or all"),
         (["--offline", "/nonexistent"], "no such folder"),

@@ -58,7 +58,7 @@ def test_a_gold_answer_that_is_no_letter_is_an_error(gold):
 
 def test_math_answers():
     if importlib.util.find_spec("math_verify") is None:
-        with pytest.raises(ImportError, match="pip install math-verify"):
+        with pytest.raises(ImportError, match="--with math-verify"):
             rewards.math_exact(["p"], ["x"], answer=["1"])
         pytest.skip("math-verify is not installed")
     answers = ["so $\\boxed{72}$", "The answer is 72.", "It is $\\frac{144}{2}$", "It is 71", "no idea"]
