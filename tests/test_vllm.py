@@ -127,7 +127,7 @@ def test_a_real_model_with_tied_embeddings(smollm2, tmp_path):  # noqa: F811
         server.wait()
         backend.start()
         backend.sync(0)
-        assert_follows(backend, model, 1, scale=0.05, noise=0.12)  # a bf16 forward pass is that far from an fp32 one, too
+        assert_follows(backend, model, 1, scale=0.06, noise=0.075)  # a bf16 forward pass is that far from an fp32 one, too
         names = [t.name for t in backend.weights._tensors(backend.weights.servers[0])]
         assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(names)
         backend.close()
