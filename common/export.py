@@ -285,6 +285,7 @@ def flush_folder(folder: Path) -> None:
     flush(folder)
 
 
+@torch.no_grad()
 def export_checkpoint(
     path: str | Path,
     output: str | Path,
@@ -331,7 +332,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--trained_dtype", choices=["fp8", "bfloat16"], default="fp8", help="dtype of trained tensors that are FP8 in the base"
     )
     args = parser.parse_args(arguments)
-    torch.set_grad_enabled(False)
     try:
         report = export_checkpoint(
             args.checkpoint,

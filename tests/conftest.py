@@ -94,3 +94,12 @@ def read_metrics(output_dir: Path, keep_perf: bool = False) -> list[dict]:
     """Lines of metrics.jsonl, without the wall-clock figures, which differ from run to run."""
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if keep_perf or not k.startswith("perf/")} for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def _no_state_left_behind():
+    """A test that switches gradients off for the whole process, or leaves a process group behind, breaks those after it: name it."""
+    yield
+    assert torch.is_grad_enabled(), "this test left gradients switched off"
+    assert torch.get_default_dtype() == torch.float32, "this test left another default dtype"
+    assert not torch.distributed.is_initialized(), "this test left a process group behind"

@@ -119,7 +119,8 @@ def test_six_steps_are_three_and_three_in_the_middle_of_a_rollout(tiny_dir, grpo
 def test_stop_during_generation_is_honoured_and_resumed(tiny_dir, grpo, files, tmp_path):
     output = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "grpo.train"]
-    long = ["--max_length=900", "--max_completion_length=800", "--num_prompts_per_step=2", "--save_steps=0", "--max_steps=1"]
+    long = ["--max_length=900", "--max_completion_length=800", "--save_steps=0", "--max_steps=1"]
+    long.append("--rollout_batch_size=1")  # 16 answers one after the other: some are finished when STOP comes, not all
     data = [f"--model_name_or_path={tiny_dir('llama')}", f"--train_files={files / 'train.jsonl'}", f"--output_dir={output}"]
     environment = os.environ | {"PYTHONPATH": str(files)}
     process = subprocess.Popen([*command, *data, *SMALL, *long], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
