@@ -97,6 +97,7 @@ class Model:
     base: Base
     flops: ModelFlops
     num_experts_layers: int  # MoE layers; 0 for a dense model
+    saved: TrainState | None = None  # of the run's newest checkpoint, if this process wrote or read it
 
 
 def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family, trainable: str) -> Options:
@@ -230,6 +231,7 @@ def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: Adam
         advice = " --allow_batch_change resumes anyway." if name == "bins_per_step" else ""
         raise ValueError(f"{folder} was trained with {name} = {saved[name]}; now it is {value}. The data position would not mean the same.{advice}")
     state, _ = checkpoint.load(folder, model.sharded, optimizer, model.base)
+    model.saved = replace(state) if folder.resolve().parent == output_dir.resolve() else None
     log.info("resumed %s at step %d, epoch %d, bin %d", folder, state.step, state.epoch, state.offset)
     return state
 
@@ -275,11 +277,17 @@ def step_line(step: int, values: dict) -> str:
 
 
 def save(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW, state: TrainState, data_identity: dict) -> None:
-    """A checkpoint of the run as it stands. A collective."""
+    """A checkpoint of the run as it stands. A collective.
+
+    Nothing is written when the newest checkpoint is this very state (STOP right after a save): replacing it would leave a moment without it.
+    """
+    if model.saved == state:
+        return
     dist.rest()
     folder = checkpoint.save(
         output_dir, model.sharded, optimizer, state, model.base, batch_identity(args) | data_identity, args.save_total_limit
     )
+    model.saved = replace(state)
     log.info("saved %s", folder)
     dist.beat()
 

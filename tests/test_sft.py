@@ -184,6 +184,41 @@ def test_stop_saves_and_the_same_command_goes_on(tiny_dir, sft, rows, tmp_path):
     assert not (run / "STOP").exists()
 
 
+STOP_AT_ONCE = """
+import sys
+from pathlib import Path
+from common import run
+from sft import train
+start = run.start
+def start_and_stop(output_dir, *rest):
+    start(output_dir, *rest)
+    (Path(output_dir) / "STOP").touch()
+run.start = start_and_stop
+sys.argv += ["--max_length=160", "--max_steps=4", "--data_workers=1", "--save_total_limit=1", "--learning_rate=1e-3", "--warmup_steps=0",
+             "--lr_scheduler_type=constant"]
+train.main()
+"""
+
+
+def test_stop_right_after_a_save_does_not_replace_the_checkpoint(tiny_dir, sft, tmp_path):
+    """One moment between removing the old and naming the new would be one too many, with save_total_limit 1."""
+    model, run = tiny_dir("llama", num_hidden_layers=1), tmp_path / "run"
+    rows = write_rows(tmp_path / "rows.jsonl", 40)
+    sft(model, run, "--max_steps=2", "--save_total_limit=1", "--export_final=false", train=rows, ranks=1)
+    marker = run / "checkpoint-000002" / "COMPLETE"
+    before = marker.stat().st_mtime_ns
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOP_AT_ONCE, *(f"--model_name_or_path={model}", f"--train_files={rows}", f"--output_dir={run}")],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-3000:]
+    assert "STOP found: saved at step 2" in stderr
+    assert marker.stat().st_mtime_ns == before
+
+
 def poison(model: Path, target: Path, token: str) -> Path:
     """A copy of `model` whose embedding of one token is not a number."""
     from safetensors.torch import load_file, save_file
