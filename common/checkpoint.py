@@ -240,6 +240,12 @@ def _remove_old(output_dir: Path, keep: int) -> None:
         shutil.rmtree(leftover)
 
 
+def check_named(folder: Path) -> None:
+    """ValueError where a checkpoint that was asked for by name is not one."""
+    if not (folder / COMPLETE).exists():
+        raise ValueError(f"resume: {folder} is not a complete checkpoint (no {COMPLETE} file in it)")
+
+
 def find(output_dir: Path, resume: str) -> Path | None:
     """The checkpoint to resume from, the same on every rank: `auto` the newest complete one, `none` none, else the path itself.
 
@@ -253,8 +259,7 @@ def find(output_dir: Path, resume: str) -> Path | None:
             found = next(reversed(complete_checkpoints(output_dir)), None)
         elif mine:
             found = Path(resume)
-            if not (found / COMPLETE).exists():
-                raise ValueError(f"resume: {found} is not a complete checkpoint (no {COMPLETE} file in it)")
+            check_named(found)
     return dist.broadcast_object(found)
 
 

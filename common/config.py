@@ -7,7 +7,9 @@ error, a wrong type is an error, and the command line wins. Wrong use ends with 
 """
 
 import argparse
+import difflib
 import json
+import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -166,7 +168,7 @@ def yaml_tokens(path: str, known: set[str]) -> list[str]:
         raise ValueError(f"{path}: expected `key: value` lines, found a {type(content).__name__}")
     unknown = sorted(str(key) for key in content if key not in known)
     if unknown:
-        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}. `--help` lists the known ones.")
+        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}{_suggestion(unknown[0], known)}")
     tokens = []
     for key, value in content.items():
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)):
@@ -178,6 +180,18 @@ def yaml_tokens(path: str, known: set[str]) -> list[str]:
     return tokens
 
 
+def _suggestion(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _say_and_exit(message: str) -> None:
+    """argparse would print every option first, once a rank: the reason would scroll away."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message} (--help lists all options)", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def parse(*classes: type, argv: list[str] | None = None) -> tuple:
     """Parses `--config FILE` and the command line into one instance of each dataclass.
 
@@ -186,13 +200,18 @@ def parse(*classes: type, argv: list[str] | None = None) -> tuple:
     argv = sys.argv[1:] if argv is None else argv
     known = {f.name for cls in classes for f in fields(cls)}
     parser = HfArgumentParser(classes, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = _say_and_exit
     parser.add_argument("--config", help="YAML file of options; the command line wins over it.")
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config")
     config_file = config_parser.parse_known_args(argv)[0].config
     try:
         tokens = yaml_tokens(config_file, known) if config_file else []
-        *instances, rest = parser.parse_args_into_dataclasses(args=[*tokens, *argv], look_for_args_file=False)
+        *instances, rest, unknown = parser.parse_args_into_dataclasses(
+            args=[*tokens, *argv], look_for_args_file=False, return_remaining_strings=True
+        )
+        if unknown:
+            raise ValueError(f"unknown option {' '.join(unknown)}{_suggestion(unknown[0].lstrip('-').split('=')[0], known)}")
     except ValueError as error:
         parser.error(str(error))
     assert [*vars(rest)] == ["config"], vars(rest)

@@ -225,6 +225,13 @@ def progress(total: int, description: str, unit: str, initial: int = 0) -> tqdm:
     return tqdm(total=total, initial=initial, desc=description, unit=unit, disable=not is_main(), **options)
 
 
+def _log_and_raise(error_type, error, traceback) -> None:
+    """Why a run ended belongs into its log too: the terminal of a job of yesterday is gone."""
+    if not issubclass(error_type, KeyboardInterrupt):
+        log.critical("ended by %s: %s", error_type.__name__, error)
+    sys.__excepthook__(error_type, error, traceback)
+
+
 def setup_logging(log_file: Path | None = None) -> None:
     """INFO on rank 0, WARNING elsewhere, each line with its rank; rank 0 also appends to `log_file`."""
     for stream in (sys.stdout, sys.stderr):
@@ -240,6 +247,7 @@ def setup_logging(log_file: Path | None = None) -> None:
         handlers=handlers,
         force=True,
     )
+    sys.excepthook = _log_and_raise
     for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # dcp says on every save that it plans without a process group of its own, and torch logs each collective setting it reads.

@@ -300,6 +300,8 @@ def export_checkpoint(
     base: the base checkpoint's folder, when it is not where it was in training. verify: read everything back and compare hashes.
     """
     saved = SavedParameters(path)
+    if base is None and not Path(saved.base).is_dir():
+        raise ValueError(f"{path} was trained from {saved.base}, which is not there any more. Give the base checkpoint's folder with --base.")
     checkpoint = Checkpoint(base or saved.base)
     if fingerprint(checkpoint.path) != saved.fingerprint:
         raise ValueError(f"the weights in {checkpoint.path} are not those that {path} was trained from. Give the right folder as base.")

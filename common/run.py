@@ -1,5 +1,6 @@
 """What every method does before and after its loop: start a run, build the sharded model, stop on request, write the final model."""
 
+import fcntl
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import attention, checkpoint, config, data, dist, fp8, freeze
 from common.checkpoint import Base, TrainState
@@ -24,7 +25,7 @@ from common.logprobs import NO_TARGET, LogpModel
 from common.metrics import ModelFlops
 from common.optim import AdamW
 from common.router import RouterStats
-from common.skeleton import build_skeleton
+from common.skeleton import build_skeleton, read_config
 from common.tensor_files import Checkpoint
 from common.weights import Converter
 
@@ -33,20 +34,60 @@ log = logging.getLogger(__name__)
 STOP, DONE = "STOP", "DONE"
 
 
-def start(output_dir: Path, args: TrainArguments, *all_arguments) -> None:
-    """Process group, log, seeds, the run's config.yaml. STOP and DONE of the attempt before are removed."""
+_lock = None  # the open file whose lock says that this process uses its output_dir
+
+
+def start(output_dir: Path, args: TrainArguments) -> None:
+    """Process group, folder of the run, log, seeds. ValueError where the folder cannot be used or another process uses it.
+
+    A STOP left by the attempt before is removed; nothing else of an earlier run is touched before `begin`.
+    """
     dist.init(args.setup_timeout_minutes)
+    with dist.main_rank_first() as mine:
+        if mine:
+            _claim(output_dir)
+            if args.resume not in ("auto", "none"):
+                checkpoint.check_named(Path(args.resume))  # before a large model is loaded
     dist.setup_logging(output_dir / "run.log")
     seed = args.seed * 1_000_003 + dist.rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    log.info("run %s on %d ranks of %d nodes, torch %s", output_dir, dist.world_size(), dist.num_nodes(), torch.__version__)
+
+
+def _claim(output_dir: Path) -> None:
+    """Takes the run's folder for this process, until it ends: two jobs in one folder would overwrite each other's checkpoints."""
+    global _lock
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _lock = open(output_dir / ".lock", "w")  # noqa: SIM115 - held until the process ends
+        (output_dir / STOP).unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be used: {error}. Give a folder that can be written.") from error
+    try:
+        fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"output_dir {output_dir} is in use by another run. Wait for it, stop it (touch {output_dir / STOP}), or give another.") from error
+    except OSError as error:  # file systems mounted without locks
+        log.warning("%s cannot be locked (%s): make sure that no other job uses it", output_dir, error)
+
+
+def begin(output_dir: Path, *all_arguments) -> None:
+    """Called when a run has been accepted, after `resume`: its options become the folder's config.yaml, and it is no longer DONE."""
     with dist.main_rank_first() as mine:
         if mine:
-            for flag in (STOP, DONE):
-                (output_dir / flag).unlink(missing_ok=True)
+            (output_dir / DONE).unlink(missing_ok=True)
             config.save_resolved(output_dir / "config.yaml", *all_arguments)
-    log.info("run %s on %d ranks of %d nodes, torch %s", output_dir, dist.world_size(), dist.num_nodes(), torch.__version__)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer. ValueError where the folder is no checkpoint or has none: transformers would look for its name on the hub."""
+    read_config(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((Path(path) / name).is_file() for name in names):
+        raise ValueError(f"{path} holds no tokenizer (none of {', '.join(names)}). Copy it from the model it was trained from.")
+    return AutoTokenizer.from_pretrained(path)
 
 
 def stop_requested(output_dir: Path) -> bool:
@@ -228,8 +269,11 @@ def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: Adam
     for name, value in now.items():
         if saved[name] == value or (name == "bins_per_step" and args.allow_batch_change):
             continue
-        advice = " --allow_batch_change resumes anyway." if name == "bins_per_step" else ""
-        raise ValueError(f"{folder} was trained with {name} = {saved[name]}; now it is {value}. The data position would not mean the same.{advice}")
+        what = f"{folder} was trained with {name} = {saved[name]}; now it is {value}"
+        if name == "data":
+            what = f"{folder} was trained on other data than these files (contents compared by hash), or with another template or tokenizer"
+        advice = "--allow_batch_change resumes anyway." if name == "bins_per_step" else "Undo the change, or give another output_dir."
+        raise ValueError(f"{what}. The position in the data would not mean the same. {advice}")
     state, _ = checkpoint.load(folder, model.sharded, optimizer, model.base)
     model.saved = replace(state) if folder.resolve().parent == output_dir.resolve() else None
     log.info("resumed %s at step %d, epoch %d, bin %d", folder, state.step, state.epoch, state.offset)

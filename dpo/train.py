@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import AutoTokenizer
 
 from common import config, dist, run
 from common.config import DataArguments, ModelArguments, TrainArguments, option
@@ -134,8 +133,8 @@ def check_reference(drift: float, compute_dtype: str) -> None:
 def main() -> None:
     model_args, data_args, loss_args, args = config.parse(ModelArguments, DataArguments, LossArguments, DPOTrainArguments)
     output_dir = Path(args.output_dir)
-    run.start(output_dir, args, model_args, data_args, loss_args, args)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+    run.start(output_dir, args)
+    tokenizer = run.load_tokenizer(model_args.model_name_or_path)
 
     # Data first: a bad row must be known before a large model is loaded.
     train = PairData(*run.load_data(data_args.train_files, tokenizer, data_args, output_dir, PairRule()))
@@ -171,6 +170,7 @@ def main() -> None:
 
     optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
     state = run.resume(output_dir, args, model, optimizer, data_identity)
+    run.begin(output_dir, model_args, data_args, loss_args, args)
     first_step = state.step
     options = config.resolved(model_args, data_args, loss_args, args)
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, options, state.step)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import AutoTokenizer
 
 from common import config, dist, run
 from common.chat import Chat
@@ -143,8 +142,8 @@ def main() -> None:
     )
     check_arguments(data_args, rollout_args, objective, args)
     output_dir = Path(args.output_dir)
-    run.start(output_dir, args, *all_args)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+    run.start(output_dir, args)
+    tokenizer = run.load_tokenizer(model_args.model_name_or_path)
 
     # Data and reward functions first: what is wrong with them must be known before a large model is loaded.
     room = data_args.max_length - rollout_args.max_completion_length
@@ -179,6 +178,7 @@ def main() -> None:
     reference = ReferenceWeights(model.sharded) if objective.beta > 0 else None  # before a resume changes the weights
     optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
     state = run.resume(output_dir, args, model, optimizer, identity)
+    run.begin(output_dir, *all_args)
     first_step = state.step
     backend = make_backend(model, tokenizer, model_args, rollout_args, questions)
     setup = Setup(model, backend, tokenizer, pool, reference, model_args, data_args, rollout_args, reward_args, objective, args, output_dir)

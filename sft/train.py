@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import AutoTokenizer
 
 from common import config, dist, run
 from common.config import DataArguments, ModelArguments, TrainArguments
@@ -77,8 +76,8 @@ def evaluate(model: ShardedModel, dataset: TokenizedDataset, bins: Bins, pad_to:
 def main() -> None:
     model_args, data_args, args = config.parse(ModelArguments, DataArguments, TrainArguments)
     output_dir = Path(args.output_dir)
-    run.start(output_dir, args, model_args, data_args, args)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+    run.start(output_dir, args)
+    tokenizer = run.load_tokenizer(model_args.model_name_or_path)
 
     # Data first: a bad row must be known before a large model is loaded.
     train_data, train_bins = run.load_data(data_args.train_files, tokenizer, data_args, output_dir)
@@ -96,7 +95,10 @@ def main() -> None:
     model = run.build_model(model_args)
     optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
     state = run.resume(output_dir, args, model, optimizer, data_identity)
+    run.begin(output_dir, model_args, data_args, args)
     first_step = state.step
+    if first_step >= total_steps:
+        log.info("nothing to train: step %d of %d is reached. Give more max_steps or epochs to go on.", first_step, total_steps)
     run.check_packing(model.sharded, collate(train_data, train_bins, [0], pad_to=eval_pad_to), model_args.compute_dtype)
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step)
 

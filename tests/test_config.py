@@ -35,8 +35,8 @@ def test_yaml_values_have_their_types_and_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("content", "argv", "message"),
     [
-        ({"learning_rat": 1}, (), "unknown keys learning_rat"),
-        ({}, ("--learning_rat", "1"), "learning_rat"),
+        ({"learning_rat": 1}, (), "unknown keys learning_rat: did you mean learning_rate?"),
+        ({}, ("--learning_rat", "1"), "unknown option --learning_rat 1: did you mean learning_rate?"),
         ({}, ("--lear", "1"), "--lear"),  # no prefix matching
         ({"learning_rate": "fast"}, (), "invalid float value"),
         ({"lr_scheduler_type": "cosin"}, (), "invalid choice"),

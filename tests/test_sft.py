@@ -1,5 +1,6 @@
 """Supervised fine-tuning as a user runs it: torchrun, two gloo ranks, real files."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -289,6 +290,29 @@ def test_the_first_layers_of_a_checkpoint_go_the_whole_way(tiny_dir, sft, tmp_pa
     exported = AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16)
     assert exported(torch.tensor([[5, 6, 7]]), use_cache=False).logits.isfinite().all()
     assert not any(name.startswith("mtp.") or ".layers.2." in name for name in tensors_of(final))
+
+
+def test_a_refused_run_touches_nothing_and_two_runs_cannot_share_a_folder(tiny_dir, sft, rows, tmp_path):
+    model, run = tiny_dir("llama", num_hidden_layers=1), tmp_path / "run"
+    sft(model, run, "--max_steps=2", "--export_final=false", ranks=1)
+    before = {f.name: f.read_bytes() for f in (run / "config.yaml", run / "DONE", run / "metrics.jsonl")}
+    other = write_rows(tmp_path / "other.jsonl", 30, first=500)
+    refused = sft(model, run, "--max_steps=4", train=other, check=False, ranks=1)
+    assert refused.returncode != 0
+    assert "was trained on other data than these files" in refused.stderr
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert "ended by ValueError" in (run / "run.log").read_text().splitlines()[-1]
+
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = sft(model, run, "--max_steps=4", check=False, ranks=1)
+    assert second.returncode != 0
+    assert "is in use by another run" in second.stderr
+
+    for wrong, message in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "has no config.json")):
+        ended = sft(wrong, tmp_path / "new", check=False, ranks=1, timeout=60)
+        assert ended.returncode != 0
+        assert message in ended.stderr
 
 
 def test_a_dead_rank_ends_the_job(tiny_dir, rows, tmp_path):
