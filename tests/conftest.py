@@ -97,9 +97,15 @@ def read_metrics(output_dir: Path, keep_perf: bool = False) -> list[dict]:
 
 
 @pytest.fixture(autouse=True)
-def _no_state_left_behind():
-    """A test that switches gradients off for the whole process, or leaves a process group behind, breaks those after it: name it."""
+def _no_state_left_by_a_test():
+    """A test that switches gradients off for the whole process breaks those after it: name it."""
     yield
     assert torch.is_grad_enabled(), "this test left gradients switched off"
     assert torch.get_default_dtype() == torch.float32, "this test left another default dtype"
-    assert not torch.distributed.is_initialized(), "this test left a process group behind"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_left_by_a_file():
+    """Files may share one process group over their tests; it must be gone when the next file starts."""
+    yield
+    assert not torch.distributed.is_initialized(), "this file left a process group behind"
