@@ -99,7 +99,8 @@ def main() -> None:
     first_step = state.step
     if first_step >= total_steps:
         log.info("nothing to train: step %d of %d is reached. Give more max_steps or epochs to go on.", first_step, total_steps)
-    run.check_packing(model.sharded, collate(train_data, train_bins, [0], pad_to=eval_pad_to), model_args.compute_dtype)
+    fullest = int((train_bins.offsets[1:] - train_bins.offsets[:-1]).argmax())  # the bin with most rows: long rows have bins to themselves
+    run.check_packing(model.sharded, collate(train_data, train_bins, [fullest], pad_to=eval_pad_to), model_args.compute_dtype)
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step)
 
     guard = run.StepGuard(model.sharded, optimizer, args)
