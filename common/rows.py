@@ -66,6 +66,26 @@ def read_unit(unit: Unit) -> Iterator[tuple[int, dict | BadRow | None]]:
             yield line, _parse_line(raw.removeprefix(b"\xef\xbb\xbf") if unit.start == 0 and line == 1 else raw)
 
 
+def read_rows(file: str) -> Iterator[tuple[int, dict | BadRow]]:
+    """(line in the file, row) of a whole file, with all columns of it."""
+    if file.endswith(".parquet"):
+        for line, row in enumerate(_open_parquet(file).read().to_pylist(), 1):
+            yield line, row
+        return
+    before = 0
+    for unit in split_into_units([file]):
+        line = 0
+        for line, row in read_unit(unit):
+            if row is not None:
+                yield before + line, row
+        before += line
+
+
+def row_id(row: dict, file: str, line: int) -> str:
+    """Column `id`, else file name and line."""
+    return str(row["id"]) if row.get("id") is not None else f"{os.path.basename(file)}:{line}"
+
+
 def _parse_line(raw: bytes) -> dict | BadRow | None:
     if not raw.strip():
         return None

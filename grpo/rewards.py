@@ -12,37 +12,15 @@ brackets and commas are folded.
 import importlib
 import math
 import os
-import re
 import signal
 import sys
 import traceback
-import unicodedata
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-TAG = re.compile(r"\[ans\]((?:(?!\[ans\]).)*?)\[/ans\]", re.DOTALL)
+from common.answers import choices, letters
+
 FORMAT_REWARD = 0.05
-
-
-def fold(text: str) -> str:
-    """Full-width letters, brackets and commas as ASCII, lower case."""
-    return unicodedata.normalize("NFKC", text).replace("、", ",").lower()
-
-
-def letters(text: str) -> set[str] | None:
-    """{"a", "c"} of "a, C"; None unless it is one or more single letters between commas."""
-    parts = [part.strip() for part in fold(text).split(",")]
-    parts = [part for part in parts if part]
-    return set(parts) if parts and all(re.fullmatch("[a-z]", part) for part in parts) else None
-
-
-def choices(completion: str, num_choices: int | None = None) -> set[str] | None:
-    """Letters in the last [ans] tag of an answer; None without a tag, or with anything in it that is no letter of a choice."""
-    tags = TAG.findall(fold(completion))
-    found = letters(tags[-1]) if tags else None
-    if found and num_choices and max(found) > chr(ord("a") + num_choices - 1):
-        return None
-    return found
 
 
 def right_letters(answer) -> set[str]:

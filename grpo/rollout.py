@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -172,11 +172,11 @@ def read_questions(
     for file in files:
         dropped: Counter = Counter()
         before = len(questions)
-        for line, row in _rows(file):
+        for line, row in rows.read_rows(file):
             try:
                 if isinstance(row, BadRow):
                     raise row
-                question = _question(row, f"{file}:{line}", chat)
+                question = _question(row, rows.row_id(row, file, line), f"{file}:{line}", chat)
                 if question.id in questions:
                     raise BadRow(f"id {question.id!r} is that of {questions[question.id].where} too")
             except BadRow as error:
@@ -198,23 +198,7 @@ def read_questions(
     return list(questions.values())
 
 
-def _rows(file: str) -> Iterator[tuple[int, dict | BadRow]]:
-    """(line, row), all columns of it."""
-    if file.endswith(".parquet"):
-        import pyarrow.parquet
-
-        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
-        return
-    before = 0
-    for unit in rows.split_into_units([file]):
-        line = 0
-        for line, row in rows.read_unit(unit):
-            if row is not None:
-                yield before + line, row
-        before += line
-
-
-def _question(row: dict, where: str, chat: Chat) -> Question:
+def _question(row: dict, name: str, where: str, chat: Chat) -> Question:
     tokenizer, prompt = chat.tokenizer, row.get("prompt")
     if isinstance(prompt, str) and prompt:
         ids = [*chat.bos, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
@@ -237,7 +221,7 @@ def _question(row: dict, where: str, chat: Chat) -> Question:
     if not ids:
         raise BadRow("the prompt has no tokens")
     columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
-    return Question(str(row.get("id") or f"{Path(where).name}"), prompt, ids, columns, where)
+    return Question(name, prompt, ids, columns, where)
 
 
 def fingerprint(questions: list[Question]) -> str:
