@@ -29,7 +29,9 @@ from common.data import PackedBatch
 from common.fsdp import ShardedModel
 from common.logprobs import NO_TARGET
 from common.run import Model
-from common.weight_sync import START, Http, Push, ServerError, ServersLost, SyncError, Timeouts, WeightSync
+from common.server_http import Http, ServerError
+from common.sync_server import START, SyncError, Timeouts
+from common.weight_sync import Push, ServersLost, WeightSync
 from grpo.rollout import Completion, Prompt, SyncReport
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from vllm_server import VllmServer, rollout_python
 
 from common import dist, run
 from common.config import ModelArguments
-from common.weight_sync import ServersLost, SyncError, Timeouts, WeightSync
+from common.sync_server import SyncError, Timeouts
+from common.weight_sync import ServersLost, WeightSync
 from grpo.rollout import Prompt
 from grpo.vllm_client import VllmBackend, trainer_logps
 

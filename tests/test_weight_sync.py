@@ -1,5 +1,6 @@
 """Weight sync and rollouts against stand-in servers: what arrives is the trainer's, every fault is seen and named, nothing hangs."""
 
+import itertools
 import time
 from contextlib import contextmanager
 
@@ -9,7 +10,10 @@ from fake_server import FakeServer
 
 from common import dist, run, wire
 from common.config import ModelArguments
-from common.weight_sync import Http, ServersLost, SyncError, Timeouts, WeightSync, closure, wire_tensors
+from common.server_http import Http
+from common.server_names import closure, wire_tensors
+from common.sync_server import SyncError, Timeouts
+from common.weight_sync import ServersLost, WeightSync
 from grpo.rollout import Prompt
 from grpo.vllm_client import Endpoint, Fleet, Request, trainer_logps
 
@@ -384,17 +388,16 @@ def test_requests_are_spread_by_tokens_in_flight():
 def test_prompts_of_a_server_that_dies_go_to_the_others():
     with servers(2) as (one, two):
         labelled([one, two])
-        two.delay = 0.3
-        crew, endpoints = fleet([one, two])
-        polls = []
+        asked, handle = itertools.count(), two.handle
 
-        def poll():
-            polls.append(1)
-            if len(polls) == 3:
+        def dies_at_the_third(request, body):
+            if request.path == "/inference/v1/generate" and next(asked) == 2:
                 two.faults["/inference/v1/generate"] = "die"
-            return False
+            handle(request, body)
 
-        completions, missing = run_fleet(crew, requests(24), poll=poll)
+        two.handle = dies_at_the_third
+        crew, endpoints = fleet([one, two])  # four requests go to each at first
+        completions, missing = run_fleet(crew, requests(24))
         assert not missing and [endpoint.usable for endpoint in endpoints] == [True, False]
         assert_each_once(completions, 24)
 
