@@ -1,0 +1,235 @@
+"""Questions with right answers, predictions for them, and what they are worth: what `common.evaluate` reads.
+
+A question is a row of JSON Lines or Parquet with `answer` and one of:
+
+    prompt         messages, or text that is taken as it is (as in GRPO's data): the prompt itself asks for [ans]...[/ans]
+    problem_text   (or `question`) with `choices`, a list: IgakuQA's files as they are. Choices get letters, an instruction is added.
+    question       without choices: a word problem; the answer is a number
+
+`id` or `problem_id` names a row (else file:line). All other columns can be grouped by, and these, which are made here: `num_answers` (letters
+in the right answer), `num_choices`, `file`, and for IgakuQA's ids (112A1) `year` (112 is 2018) and `section` (A), unless the row has them.
+
+A prediction file holds lines with `id` (or `problem_id`) and `prediction` ("a,c"); a file by `common.evaluate run` begins with its settings
+and holds gold and columns too. Several lines with one id are samples of it.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import rows
+from common.answers import Gold, f1, gold_of, is_right, read_answer
+from common.chat import BadRow
+
+TEXT_COLUMNS = ("id", "problem_id", "prompt", "problem_text", "question", "choices", "answer", "tools", "chat_template_kwargs")
+JAPANESE = re.compile("[\u3040-\u30ff\u3400-\u9fff]")
+INSTRUCTIONS = {
+    ("ja", "choice"): "正しい選択肢の記号を、最後に[ans]a[/ans]の形で答えてください。複数選ぶ場合は[ans]a,c[/ans]の形です。",
+    ("ja", "number"): "答えの数値だけを、最後に[ans]12[/ans]の形で答えてください。",
+    ("en", "choice"): "End with the letter of the right choice in this form: [ans]a[/ans]. Several right choices: [ans]a,c[/ans].",
+    ("en", "number"): "End with the number that is the answer, in this form: [ans]12[/ans].",
+}
+
+
+@dataclass
+class Item:
+    """One question."""
+
+    id: str
+    prompt: str | list[dict]  # messages, or text that no chat template touches
+    answer: object  # as it is in the row
+    gold: Gold
+    num_choices: int | None
+    columns: dict[str, str]  # what can be grouped by
+    extra: dict  # the row's `tools` and `chat_template_kwargs`
+
+
+def read_items(files: list[str], instruction: str | None = None, text_only: bool = False) -> tuple[dict[str, Item], int]:
+    """(questions by id in the files' order, how many were left out because they need a picture). ValueError names file and line.
+
+    instruction: instead of the shipped ones, which ask for [ans]a,c[/ans] in the question's language. text_only: leave out rows whose
+    column `text_only` is false.
+    """
+    items: dict[str, Item] = {}
+    places: dict[str, str] = {}
+    left_out = 0
+    for file in files:
+        for line, row in rows.read_rows(file):
+            where = f"{file}:{line}"
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                if text_only and row.get("text_only") is False:
+                    left_out += 1
+                    continue
+                item = _item(row, file, line, instruction)
+                if item.id in items:
+                    raise ValueError(f"id {item.id!r} is that of {places[item.id]} too")
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            items[item.id], places[item.id] = item, where
+    if not items:
+        raise ValueError(f"{', '.join(files)}: no question to ask" + (f"; {left_out} need a picture" if left_out else ""))
+    return items, left_out
+
+
+def _item(row: dict, file: str, line: int, instruction: str | None) -> Item:
+    name = str(row["problem_id"]) if row.get("id") is None and row.get("problem_id") is not None else rows.row_id(row, file, line)
+    choices = row.get("choices")
+    choices = json.loads(choices) if isinstance(choices, str) else choices
+    if choices is not None and not isinstance(choices, list):
+        raise ValueError(f"column `choices` must be a list; it holds {choices!r}")
+    if row.get("answer") in (None, "", []):
+        raise ValueError("the row has no `answer`")
+    num_choices = len(choices) if choices else None
+    gold = gold_of(row["answer"], num_choices)
+    prompt = row.get("prompt")
+    if not prompt:
+        text = row.get("problem_text") or row.get("question")
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a row needs `prompt`, `problem_text` or `question`; columns found: {', '.join(map(str, row))}")
+        prompt = [{"role": "user", "content": ask(text, choices or [], gold, instruction)}]
+    columns = {key: shown(value) for key, value in row.items() if key not in TEXT_COLUMNS and shown(value) is not None}
+    columns = {"num_answers": str(gold.num_answers), "num_choices": str(num_choices or 0), "file": Path(file).name} | columns
+    if exam := re.fullmatch(r"(1\d\d)([A-I])\d+", name) if "problem_text" in row else None:
+        columns = {"year": str(1906 + int(exam[1])), "section": exam[2]} | columns
+    extra = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
+    return Item(name, prompt, row["answer"], gold, num_choices, columns, extra)
+
+
+def ask(text: str, choices: list[str], gold: Gold, instruction: str | None = None) -> str:
+    """The question, its choices with letters, and how to answer."""
+    kind = ("ja" if JAPANESE.search(text) else "en", "choice" if gold.number is None else "number")
+    listed = "\n".join(f"{chr(ord('a') + index)}. {choice}" for index, choice in enumerate(choices))
+    return "\n\n".join(filter(None, [text, listed, INSTRUCTIONS[kind] if instruction is None else instruction]))
+
+
+def shown(value) -> str | None:
+    """A value that can be a group's name; None for long text and nested values."""
+    if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
+        value = ",".join(map(str, value))
+    if value is None or isinstance(value, (list, dict)) or len(str(value)) > 80:
+        return None
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def fingerprint(items: Iterable[Item]) -> str:
+    """Identity of what is asked and what is right."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(json.dumps([item.id, item.prompt, item.answer, item.extra], ensure_ascii=False, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+# ---- predictions -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Predictions:
+    """The lines of one or several prediction files."""
+
+    files: list[str]
+    settings: dict  # of `common.evaluate run`; empty for files of others
+    lines: dict[str, list[dict]] = field(default_factory=dict)  # by id, samples in order
+
+    def check_complete(self) -> None:
+        """ValueError where a run was cut off, or questions have different numbers of samples."""
+        counts = Counter(map(len, self.lines.values()))
+        if self.settings:
+            questions, samples = self.settings["questions"], self.settings["samples"]
+            if len(self.lines) != questions or set(counts) != {samples}:
+                found = sum(map(len, self.lines.values()))
+                raise ValueError(
+                    f"{self.files[0]} holds {found} of {questions * samples} answers. The same `common.evaluate run` command completes it."
+                )
+        elif len(counts) > 1:
+            odd = min(self.lines, key=lambda name: len(self.lines[name]))
+            raise ValueError(
+                f"{', '.join(self.files)}: ids have different numbers of predictions, {odd!r} has {len(self.lines[odd])}, others {max(counts)}"
+            )
+
+
+def read_predictions(files: list[str]) -> Predictions:
+    """ValueError names file and line of what is no prediction. A last line cut off by a kill is left out (`check_complete` then tells)."""
+    predictions = Predictions(list(files), {})
+    for file in files:
+        for line, row in rows.read_rows(file):
+            if isinstance(row, BadRow):
+                if not Path(file).read_bytes().endswith(b"\n") and predictions.settings:
+                    continue
+                raise ValueError(f"{file}:{line}: {row}")
+            if "settings" in row:
+                if len(files) > 1:
+                    raise ValueError(f"{file} is a whole run of `common.evaluate run`; give it alone")
+                predictions.settings = row["settings"]
+                continue
+            name = row.get("id", row.get("problem_id"))
+            if name is None or "prediction" not in row:
+                raise ValueError(f"{file}:{line}: a prediction needs `id` (or `problem_id`) and `prediction`; found: {', '.join(row)}")
+            if not isinstance(row["prediction"], (str, list, type(None))):
+                raise ValueError(f"{file}:{line}: prediction must be text like 'a,c', a list of letters or null, not {row['prediction']!r}")
+            predictions.lines.setdefault(str(name), []).append(row)
+    if not predictions.lines:
+        raise ValueError(f"{', '.join(files)}: no prediction in it")
+    for lines in predictions.lines.values():
+        lines.sort(key=lambda row: row.get("sample", 0))
+    return predictions
+
+
+@dataclass
+class Marked:
+    """What the answers to one question are worth."""
+
+    right: list[bool]  # of each sample
+    f1: list[float]
+    unreadable: list[bool]
+    majority: bool  # whether the prediction that most samples give is right; the earliest of those with equal votes
+    columns: dict[str, str]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.right) / len(self.right)
+
+
+def mark(predictions: Predictions, items: dict[str, Item] | None) -> dict[str, Marked]:
+    """Marks by id. Gold comes from `items`, else from the prediction file itself where `common.evaluate run` wrote it."""
+    if items is None and not predictions.settings:
+        raise ValueError(f"{predictions.files[0]} holds no right answers: give the questions with --data")
+    if items is not None and (unknown := [name for name in predictions.lines if name not in items]):
+        raise ValueError(f"{predictions.files[0]}: {difference(unknown, 'not in the data')}")
+    result = {}
+    for name, lines in predictions.lines.items():
+        if items is None:
+            num_choices, columns = lines[0]["num_choices"], lines[0]["columns"]
+            gold = gold_of(lines[0]["answer"], num_choices)
+        else:
+            gold, num_choices, columns = items[name].gold, items[name].num_choices, items[name].columns
+        given = [",".join(p) if isinstance(p, list) else p for p in (line["prediction"] for line in lines)]
+        read = [None if p is None else read_answer(p, gold, num_choices, bare=True) for p in given]
+        votes = Counter(p for p in read if p is not None)
+        most = max(votes, key=votes.get) if votes else None  # insertion order breaks ties
+        right = [is_right(p, gold) for p in read]
+        result[name] = Marked(right, [f1(p, gold) for p in read], [p is None for p in read], is_right(most, gold), columns)
+    return result
+
+
+def difference(ids: list[str], what: str) -> str:
+    more = ", ..." if len(ids) > 10 else ""
+    return f"{len(ids)} ids {what}: {', '.join(ids[:10])}{more}"
+
+
+def group_values(marked: dict[str, Marked], column: str) -> dict[str, list[str]]:
+    """Ids by their value of a column, values in order. ValueError, with the columns that there are, where no question has it."""
+    groups: dict[str, list[str]] = {}
+    for name, mark in marked.items():
+        groups.setdefault(mark.columns.get(column, "(none)"), []).append(name)
+    if set(groups) == {"(none)"}:
+        known = sorted({key for mark in marked.values() for key in mark.columns})
+        raise ValueError(f"no question has a column {column!r}; columns: {', '.join(known)}")
+    return dict(
+        sorted(groups.items(), key=lambda pair: [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", pair[0])])
+    )
