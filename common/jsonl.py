@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,19 @@ class AppendLog:
         except OSError as error:
             self._locks = False
             log.warning("%s cannot be locked (%s): let only one process write to it", self.path, error)
+
+
+def write_lines(path: str | os.PathLike, lines: Iterable[dict]) -> None:
+    """A whole file, under a temporary name, renamed when all is on the disk."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def write_json(path: str | os.PathLike, content) -> None:

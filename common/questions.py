@@ -9,15 +9,13 @@ A question is a row of JSON Lines or Parquet with `answer` and one of:
 `id` or `problem_id` names a row (else file:line). All other columns can be grouped by, and these, which are made here: `num_answers` (letters
 in the right answer), `num_choices`, `file`, and for IgakuQA's ids (112A1) `year` (112 is 2018) and `section` (A), unless the row has them.
 
-A prediction file holds lines with `id` (or `problem_id`) and `prediction` ("a,c"); a file by `common.evaluate run` begins with its settings
-and holds gold and columns too. Several lines with one id are samples of it.
+A prediction file holds lines with `id` (or `problem_id`) and `prediction` ("a,c"); those by `common.evaluate run` hold `answer` and columns
+too, so nothing else is needed to mark them. Several lines with one id are samples of it.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,14 +115,6 @@ def shown(value) -> str | None:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def fingerprint(items: Iterable[Item]) -> str:
-    """Identity of what is asked and what is right."""
-    digest = hashlib.sha256()
-    for item in items:
-        digest.update(json.dumps([item.id, item.prompt, item.answer, item.extra], ensure_ascii=False, default=str).encode())
-    return digest.hexdigest()[:16]
-
-
 # ---- predictions -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -133,40 +123,28 @@ class Predictions:
     """The lines of one or several prediction files."""
 
     files: list[str]
-    settings: dict  # of `common.evaluate run`; empty for files of others
     lines: dict[str, list[dict]] = field(default_factory=dict)  # by id, samples in order
 
-    def check_complete(self) -> None:
-        """ValueError where a run was cut off, or questions have different numbers of samples."""
-        counts = Counter(map(len, self.lines.values()))
-        if self.settings:
-            questions, samples = self.settings["questions"], self.settings["samples"]
-            if len(self.lines) != questions or set(counts) != {samples}:
-                found = sum(map(len, self.lines.values()))
-                raise ValueError(
-                    f"{self.files[0]} holds {found} of {questions * samples} answers. The same `common.evaluate run` command completes it."
-                )
-        elif len(counts) > 1:
-            odd = min(self.lines, key=lambda name: len(self.lines[name]))
-            raise ValueError(
-                f"{', '.join(self.files)}: ids have different numbers of predictions, {odd!r} has {len(self.lines[odd])}, others {max(counts)}"
-            )
+    @property
+    def name(self) -> str:
+        return self.files[0] + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
+
+    @property
+    def has_gold(self) -> bool:
+        return all("answer" in line for lines in self.lines.values() for line in lines)
 
 
 def read_predictions(files: list[str]) -> Predictions:
-    """ValueError names file and line of what is no prediction. A last line cut off by a kill is left out (`check_complete` then tells)."""
-    predictions = Predictions(list(files), {})
+    """ValueError names file and line of what is no prediction, and an id that has not as many samples as the others."""
+    predictions = Predictions(list(files))
     for file in files:
+        if not Path(file).is_file():
+            raise ValueError(
+                f"{file} does not exist. `common.evaluate run` writes it when all answers are there; the same command goes on."
+            )
         for line, row in rows.read_rows(file):
             if isinstance(row, BadRow):
-                if not Path(file).read_bytes().endswith(b"\n") and predictions.settings:
-                    continue
                 raise ValueError(f"{file}:{line}: {row}")
-            if "settings" in row:
-                if len(files) > 1:
-                    raise ValueError(f"{file} is a whole run of `common.evaluate run`; give it alone")
-                predictions.settings = row["settings"]
-                continue
             name = row.get("id", row.get("problem_id"))
             if name is None or "prediction" not in row:
                 raise ValueError(f"{file}:{line}: a prediction needs `id` (or `problem_id`) and `prediction`; found: {', '.join(row)}")
@@ -175,6 +153,11 @@ def read_predictions(files: list[str]) -> Predictions:
             predictions.lines.setdefault(str(name), []).append(row)
     if not predictions.lines:
         raise ValueError(f"{', '.join(files)}: no prediction in it")
+    counts = Counter(map(len, predictions.lines.values()))
+    if len(counts) > 1:
+        usual = counts.most_common(1)[0][0]
+        odd = next(name for name, lines in predictions.lines.items() if len(lines) != usual)
+        raise ValueError(f"{predictions.name}: id {odd!r} has {len(predictions.lines[odd])} predictions, others have {usual}")
     for lines in predictions.lines.values():
         lines.sort(key=lambda row: row.get("sample", 0))
     return predictions
@@ -197,14 +180,14 @@ class Marked:
 
 def mark(predictions: Predictions, items: dict[str, Item] | None) -> dict[str, Marked]:
     """Marks by id. Gold comes from `items`, else from the prediction file itself where `common.evaluate run` wrote it."""
-    if items is None and not predictions.settings:
-        raise ValueError(f"{predictions.files[0]} holds no right answers: give the questions with --data")
+    if items is None and not predictions.has_gold:
+        raise ValueError(f"{predictions.name} holds no right answers: give the questions with --data")
     if items is not None and (unknown := [name for name in predictions.lines if name not in items]):
-        raise ValueError(f"{predictions.files[0]}: {difference(unknown, 'not in the data')}")
+        raise ValueError(f"{predictions.name}: {difference(unknown, 'not in the data')}")
     result = {}
     for name, lines in predictions.lines.items():
         if items is None:
-            num_choices, columns = lines[0]["num_choices"], lines[0]["columns"]
+            num_choices, columns = lines[0].get("num_choices"), lines[0].get("columns", {})
             gold = gold_of(lines[0]["answer"], num_choices)
         else:
             gold, num_choices, columns = items[name].gold, items[name].num_choices, items[name].columns
