@@ -36,7 +36,9 @@ class ModelArguments:
         "packed", "packed: torch's own variable-length kernels. sdpa builds a full mask and is refused where it would leak between rows."
     )
     gradient_checkpointing: bool = option(True, "Keep one activation a layer and recompute the rest in backward.")
-    compile: bool = option(False, "Compile each decoder layer. Rows are padded to one length so that nothing recompiles after the first steps.")
+    compile: bool = option(
+        False, "Compile each decoder layer. Rows are padded to one length so that nothing recompiles after the first steps."
+    )
     master_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Parameters that the optimizer updates. bfloat16 rounds stochastically and takes half the memory."
     )
@@ -45,8 +47,12 @@ class ModelArguments:
     trainable: Literal["all", "attention", "experts"] = option(
         "all", "attention: everything in self_attn / linear_attn but GLM's indexer; experts: routed experts only."
     )
-    trainable_layers: str = option("all", "Layers that train, e.g. 0-9,40-. With fewer than all, embeddings, final norm and head are frozen.")
-    expert_mask: str | None = option(None, 'JSON {"layer": [expert, ...]}: of routed experts only these train. python -m common.experts makes it.')
+    trainable_layers: str = option(
+        "all", "Layers that train, e.g. 0-9,40-. With fewer than all, embeddings, final norm and head are frozen."
+    )
+    expert_mask: str | None = option(
+        None, 'JSON {"layer": [expert, ...]}: of routed experts only these train. python -m common.experts makes it.'
+    )
     freeze_router: bool = option(False, "Routers do not train (with trainable: all; the other two never train them).")
     detach_moe_output: bool = option(
         False, "With trainable: attention, backward skips mixtures of experts: faster, but the gradient is an approximation."
@@ -55,6 +61,15 @@ class ModelArguments:
     expert_units_per_layer: int = option(1, "Gather the experts of a layer in so many units, one at a time, where one layer is too large.")
     load_balancing_coef: float = option(0.0, "Weight of the MoE load-balancing term (Qwen3-MoE was pre-trained with 0.001). 0: off.")
     debug_num_layers: int | None = option(None, "Train only the first N layers, at full width, to prove a job in a short queue.")
+    lora_rank: int = option(0, "Rank of low-rank adapters, which then are all that trains. 0: no adapters.")
+    lora_alpha: float = option(16.0, "Adapters add lora_alpha / lora_rank times their product.")
+    lora_dropout: float = option(0.05, "Share of an adapter's inputs that is dropped in the passes that train.")
+    lora_target_modules: list[str] = option(
+        ["q_proj", "k_proj", "v_proj", "o_proj"], "Linear layers, by name, that get adapters, in all trainable_layers."
+    )
+    quantization: Literal["none", "nf4"] = option(
+        "none", "nf4: the frozen base in 4 bits, its layers spread over the GPUs of one process; with lora_rank, grpo only."
+    )
 
     def __post_init__(self):
         if self.load_balancing_coef < 0:
@@ -68,6 +83,29 @@ class ModelArguments:
             raise ValueError(f"expert_units_per_layer is {self.expert_units_per_layer}; it must be at least 1.")
         if self.debug_num_layers is not None and self.debug_num_layers < 1:
             raise ValueError(f"debug_num_layers is {self.debug_num_layers}; it must be at least 1.")
+        self._check_adapters()
+
+    def _check_adapters(self):
+        if self.lora_rank < 0 or not self.lora_alpha > 0 or not 0 <= self.lora_dropout < 1 or not self.lora_target_modules:
+            raise ValueError(
+                f"lora_rank is {self.lora_rank}, lora_alpha {self.lora_alpha}, lora_dropout {self.lora_dropout}, lora_target_modules "
+                f"{self.lora_target_modules}: rank at least 0, alpha above 0, dropout at least 0 and below 1, at least one module."
+            )
+        if self.lora_rank and (self.trainable != "all" or self.expert_mask or self.freeze_router):
+            raise ValueError("lora_rank: adapters are all that trains; it does not go with trainable, expert_mask or freeze_router.")
+        if self.quantization != "none":
+            if not self.lora_rank:
+                raise ValueError("quantization: nf4 is for a frozen base; set lora_rank.")
+            if self.load_balancing_coef or not self.gradient_checkpointing or self.compile or self.attn_implementation != "packed":
+                raise ValueError(
+                    "quantization: nf4 goes with gradient_checkpointing: true (weights are dequantised layer by layer), attn_implementation: "
+                    "packed, compile: false and load_balancing_coef: 0."
+                )
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether a pass that trains differs from one that does not."""
+        return self.lora_rank > 0 and self.lora_dropout > 0
 
 
 @dataclass
