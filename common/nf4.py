@@ -37,14 +37,12 @@ class Nf4Tensor(nn.Module):
         self.shape = tensor.shape
         rows = tensor.reshape(len(tensor) if tensor.dim() == 3 else 1, -1)  # [R, n], a matrix each
         functional = _functional()
-        packed, scales, lost, whole = [], [], 0.0, 0.0
-        for part in rows.split(max(1, PART_ELEMENTS // rows.shape[1])):
+        step = max(1, PART_ELEMENTS // rows.shape[1])
+        packed, scales = [], []
+        for part in rows.split(step):
             codes, state = functional.quantize_4bit(part.contiguous(), blocksize=BLOCK, quant_type="nf4")
             packed.append(codes.view(len(part), -1))
             scales.append(state.absmax)
-            lost += (functional.dequantize_4bit(codes, state).float() - part.float()).square().sum(dtype=torch.float64).item()
-            whole += part.float().square().sum(dtype=torch.float64).item()
-        self.error = (lost / whole) ** 0.5 if whole else 0.0
         scales = torch.cat(scales)
         mean = scales.mean()
         codes, state = functional.quantize_blockwise(scales - mean, blocksize=SCALE_BLOCK)
@@ -53,9 +51,17 @@ class Nf4Tensor(nn.Module):
         self.register_buffer("scale_scales", state.absmax)  # fp32
         self.register_buffer("scale_mean", mean)
         self.register_buffer("scale_code", state.code)  # fp32 [256], what the 8 bits stand for
+        lost = whole = 0.0
+        for part, numbers in zip(rows.split(step), torch.arange(len(rows), device=rows.device).split(step), strict=True):
+            restored = self.dequantise(torch.float32, numbers).view(len(part), -1)
+            lost += (restored - part).square().sum(dtype=torch.float64).item()
+            whole += part.float().square().sum(dtype=torch.float64).item()
+        self.error = (lost / whole) ** 0.5 if whole else 0.0
 
     def dequantise(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:
-        """The tensor in `dtype`, or only the given experts [e, M, N]."""
+        """The tensor in `dtype`, or only the given experts [e, M, N].
+
+        The kernels see matrices as rows of whole blocks: bitsandbytes' CPU kernel is wrong where a row ends within a block."""
         functional = _functional()
         scales = functional.dequantize_blockwise(self.scales, absmax=self.scale_scales, code=self.scale_code, blocksize=SCALE_BLOCK).add_(
             self.scale_mean
@@ -74,7 +80,7 @@ class Nf4Tensor(nn.Module):
                 functional.dequantize_4bit(part_codes.reshape(-1, 1), state, out=part)
             else:  # the CPU's kernel knows no `out`
                 part.copy_(functional.dequantize_4bit(part_codes.reshape(-1, 1), state))
-        return result.view(self.shape if experts is None else (len(codes), *self.shape[1:]))
+        return result.view(-1, *self.shape[1:])
 
 
 @cache
