@@ -130,14 +130,21 @@ def compare(base: Predictions, new: Predictions, items: dict[str, Item] | None, 
 
     subset base_wrong: only questions that the base got wrong. No test then: chosen by the base's errors, the new model can only gain.
     """
-    check_same(base, new, items)
+    warnings = check_same(base, new, items)
     marks = mark(base, items), mark(new, items)
     if subset == "base_wrong":
         wrong = [name for name, marked in marks[0].items() if not marked.majority]
         if not wrong:
             raise ValueError(f"{base.name} has no wrong answer: there is no subset to look at")
         marks = tuple({name: marked[name] for name in wrong} for marked in marks)
-    result = {"base": base.name, "new": new.name, "subset": subset, "all": pair(*marks, "all", "", tested=subset is None), "groups": []}
+    result = {
+        "base": base.name,
+        "new": new.name,
+        "subset": subset,
+        "warnings": warnings,
+        "all": pair(*marks, "all", "", tested=subset is None),
+        "groups": [],
+    }
     for column in group_by:
         groups = group_values(marks[0], column)
         pairs = [pair(*({n: m[n] for n in names} for m in marks), column, value, subset is None) for value, names in groups.items()]
@@ -148,7 +155,8 @@ def compare(base: Predictions, new: Predictions, items: dict[str, Item] | None, 
     return result
 
 
-def check_same(base: Predictions, new: Predictions, items: dict[str, Item] | None) -> None:
+def check_same(base: Predictions, new: Predictions, items: dict[str, Item] | None) -> list[str]:
+    """What makes the comparison one of more than the models; ValueError where nothing can be compared."""
     only_base = [name for name in base.lines if name not in new.lines]
     only_new = [name for name in new.lines if name not in base.lines]
     if only_base or only_new:
@@ -158,9 +166,11 @@ def check_same(base: Predictions, new: Predictions, items: dict[str, Item] | Non
     if items is None and base.has_gold and new.has_gold:
         if other := [name for name, (a, b) in firsts.items() if a["answer"] != b["answer"]]:
             raise ValueError(f"{difference(other, 'have another right answer in the two files')}. Give the questions with --data")
+    warnings = []
     for key, what in (("prompt_hash", "were asked with another prompt"), ("temperature", "were sampled at another temperature")):
         if other := [name for name, (a, b) in firsts.items() if key in a and key in b and a[key] != b[key]]:
-            log.warning("%s: the difference is not the models' alone", difference(other, what))
+            warnings.append(f"{difference(other, what)}: the difference is not the models' alone")
+    return warnings
 
 
 def pair(base: dict[str, Marked], new: dict[str, Marked], column: str, value: str, tested: bool) -> dict:
@@ -178,6 +188,8 @@ def pair(base: dict[str, Marked], new: dict[str, Marked], column: str, value: st
 
 def print_comparison(result: dict) -> None:
     print(f"base {result['base']}\nnew  {result['new']}")
+    for warning in result["warnings"]:
+        print(f"warning: {warning}")
     rows = [result["all"], *result["groups"]]
     if result["subset"]:
         print("only questions that the base got wrong; no test: chosen like this, the new model can only gain")
@@ -249,7 +261,6 @@ def command(args: argparse.Namespace) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    dist.setup_logging()
     try:
         result = command(args)
     except (ValueError, FileNotFoundError) as error:
@@ -265,4 +276,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    dist.setup_logging()
     sys.exit(main())

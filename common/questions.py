@@ -201,7 +201,7 @@ def mark(predictions: Predictions, items: dict[str, Item] | None) -> dict[str, M
 
 
 def difference(ids: list[str], what: str) -> str:
-    more = ", ..." if len(ids) > 10 else ""
+    more = f" and {len(ids) - 10} more" if len(ids) > 10 else ""
     return f"{len(ids)} ids {what}: {', '.join(ids[:10])}{more}"
 
 
