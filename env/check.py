@@ -61,8 +61,12 @@ def check_packages() -> Iterator[Finding]:
         yield OK, f"{len(wanted)} packages of env/train.txt in their pinned versions"
 
 
-def check_gpus() -> Iterator[Finding]:
+def check_gpus(wanted: int | None = None) -> Iterator[Finding]:
+    """wanted: how many GPUs this machine must have."""
     import torch
+
+    if wanted is not None and torch.cuda.device_count() != wanted:
+        yield FAIL, f"{torch.cuda.device_count()} usable GPUs, not {wanted}: nvidia-smi shows whether one is missing; leave this node out"
 
     build = f"torch {torch.__version__} for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"
     driver = nvidia_driver()
@@ -233,9 +237,10 @@ def run(checks: list[Callable[[], Iterator[Finding]]]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="env/check.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--path", action="append", default=[], type=Path, help="a folder for runs that all nodes share; may be repeated")
+    parser.add_argument("--gpus", type=int, help="how many GPUs there must be")
     parser.add_argument("--no_processes", action="store_true", help="do not start processes that talk to each other")
     args = parser.parse_args()
-    checks = [check_python, check_packages, check_gpus, check_compiler, check_limits]
+    checks = [check_python, check_packages, lambda: check_gpus(args.gpus), check_compiler, check_limits]
     if not args.no_processes:
         checks.append(check_processes)
     checks += [lambda folder=folder: check_path(folder) for folder in args.path]

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+#
+# Runs the ranks of one node. Knows nothing of the scheduler: call it once on every node, from the repository's root, with
+#
+#   NUM_NODES=12 NODE_RANK=0 MASTER_ADDR=node001 MASTER_PORT=20000 PROCS_PER_NODE=8 ATTEMPT=/scratch/me/runs/a/attempts/01 \
+#       slurm/node.sh sft.train --config sft/configs/qwen3_235b.yaml --model_name_or_path BASE --train_files data.jsonl --output_dir runs/a
+#
+# NODE_RANK counts from 0; under Slurm it is the task's number. ATTEMPT: a shared folder for this attempt's logs and traces.
+# More variables (ENV_DIR, LOCAL_DIR, ...): slurm/README.md. Exit status: torchrun's, 0 when every rank of this node ended well.
+
+set -euo pipefail
+
+NODE_RANK=${NODE_RANK:-${SLURM_PROCID:?NODE_RANK is not set}}
+: "${NUM_NODES:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:?}" "${PROCS_PER_NODE:?}" "${ATTEMPT:?}"
+# shellcheck source=slurm/node_env.sh
+source slurm/node_env.sh train
+
+# --- Evidence of hangs, kept with the attempt: python -m common.hang RUN reads it
+mkdir -p "$ATTEMPT/flight"
+export TORCH_FR_BUFFER_SIZE=2000         # NCCL's flight recorder: the last collectives of every rank
+export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 # its older name
+export TORCH_NCCL_DUMP_ON_TIMEOUT=1      # ... are written when one times out
+export TORCH_FR_DUMP_TEMP_FILE=$ATTEMPT/flight/rank_ # where to; the default is the node's /tmp, gone with the job
+export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE # its older name
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}    # why a connection failed; silent otherwise
+
+# --- Memory: blocks that grow instead of a new one for each size; without it FSDP's gathers of unequal units leave holes
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
+number=$(printf %03d "$NODE_RANK")
+log=$ATTEMPT/node-$number-$HOST.log
+
+# Static rendezvous: rank 0 is on the first node, and ranks follow the order of the nodes. Never restarted here: a restart in place would keep the
+# node that failed, and the batch script decides about a new attempt.
+command=("$python" -m torch.distributed.run --nnodes "$NUM_NODES" --node-rank "$NODE_RANK" --nproc-per-node "$PROCS_PER_NODE"
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 -m "$@")
+trap 'echo "[node $number $HOST] TERM: ended by Slurm"' TERM # goes to every process of the node; what it leads to is recorded below
+status=0
+if [ "$NODE_RANK" = 0 ]; then
+    "${command[@]}" 2>&1 | tee -i -a "$log" || status=$? # rank 0 is seen in the job's own log too
+else
+    "${command[@]}" >>"$log" 2>&1 || status=$?
+fi
+echo "$status $(date +%s) $HOST" >"$ATTEMPT/exit-$number"
+[ "$status" != 0 ] || [ "$NODE_RANK" != 0 ] || store_cache
+exit "$status"
