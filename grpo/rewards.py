@@ -2,8 +2,8 @@
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`, named `module:function`. It gets the answers to one prompt at a
 time: `prompts` repeats the row's prompt, `completions` are the answers' texts, each other column of the row comes under its own name, repeated.
-None means "no opinion": the answer is scored by the other functions, or left out of its group when there is none. This module imports
-nothing heavy, because every worker imports it.
+None means "no opinion": the answer is scored by the other functions, or left out of its group when there is none. A function may have an
+attribute `prepare`, called once in every worker before the run. This module imports nothing heavy, because every worker imports it.
 
 The rules here read the column `answer`. Multiple choice: the LAST `[ans]a,c[/ans]` of the answer counts; case and full-width forms of letters,
 brackets and commas are folded.
@@ -104,6 +104,8 @@ def work(connection: Connection, names: list[str]) -> None:
     functions, failure = {}, None
     try:
         functions = {name: load_function(name) for name in names}
+        for function in functions.values():  # what would fail at the first answer fails before the run
+            getattr(function, "prepare", lambda: None)()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     connection.send(failure)
