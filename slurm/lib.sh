@@ -117,7 +117,8 @@ check_environment() {
 newest_checkpoint() {
     local folder newest=none
     for folder in "$RUN"/checkpoint-*; do
-        [ ! -e "$folder/COMPLETE" ] || newest=${folder##*/}
+        # one of step 0 is no progress: a run that was stopped before its first step
+        [ ! -e "$folder/COMPLETE" ] || [ "$((10#${folder##*-}))" -eq 0 ] || newest=${folder##*/}
     done
     echo "$newest"
 }
@@ -140,10 +141,10 @@ begin_attempt() {
     {
         git rev-parse HEAD && git status --short && git diff HEAD
     } >"$ATTEMPT/commit.txt" 2>&1 || echo "no git here" >>"$ATTEMPT/commit.txt"
-    # The run writes the stacks of stuck ranks to RUN/stacks: each attempt keeps its own.
-    [ ! -d "$RUN/stacks" ] || [ -L "$RUN/stacks" ] || mv "$RUN/stacks" "$ATTEMPT/stacks-before"
-    mkdir "$ATTEMPT/stacks" "$ATTEMPT/flight" "$ATTEMPT/preflight"
-    ln -sfn "attempts/${ATTEMPT##*/}/stacks" "$RUN/stacks"
+    mkdir "$ATTEMPT/preflight"
+    # Where the run leaves the stacks of stuck ranks and NCCL's traces (common/dist.py); there once there are some.
+    EVIDENCE=$JOB.${SLURM_RESTART_COUNT:-0}
+    ln -s "../../stacks/$EVIDENCE" "$ATTEMPT/stacks"
     say "job $JOB, restart ${SLURM_RESTART_COUNT:-0}, attempt ${ATTEMPT##*/} of $RUN on ${#NODES[@]} nodes, newest checkpoint: $checkpoint_before"
     say "logs of the nodes: $ATTEMPT"
 }
@@ -286,6 +287,14 @@ first_failure() {
     tail -n 30 "$ATTEMPT/node-$number-$host.log" | sed "s/^/    $host: /"
 }
 
+# what_hung: reads the stacks and traces of this attempt, if ranks left any. Not of use here: on a node without the environment it says so.
+what_hung() {
+    [ -d "$RUN/stacks/$EVIDENCE" ] || return 0
+    local python
+    python=$(cat "$ATTEMPT/python" 2>/dev/null || true)
+    "${python:-$ENV_DIR/train/bin/python}" -m common.hang "$RUN" --attempt "$EVIDENCE" || true # its verdict is for the reader; the exit code stays the run's
+}
+
 # end_attempt CODE [exclude|stay]: ends the job with CODE; starts it again where that is right. exclude: on other nodes; stay: not at all.
 end_attempt() {
     local code=$1 what=${2:-} idle after
@@ -315,6 +324,7 @@ end_attempt() {
         say "stopped on request ($RUN/STOP). sbatch the same script to go on."
     else
         first_failure
+        what_hung
         if [ "$idle" -le "$RESTARTS" ] && [ "$RESTARTS" -gt 0 ]; then
             again
         else

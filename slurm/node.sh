@@ -15,25 +15,18 @@ NODE_RANK=${NODE_RANK:-${SLURM_PROCID:?NODE_RANK is not set}}
 # shellcheck source=slurm/node_env.sh
 source slurm/node_env.sh train
 
-# --- Evidence of hangs, kept with the attempt: python -m common.hang RUN reads it
-mkdir -p "$ATTEMPT/flight"
-export TORCH_FR_BUFFER_SIZE=2000         # NCCL's flight recorder: the last collectives of every rank
-export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 # its older name
-export TORCH_NCCL_DUMP_ON_TIMEOUT=1      # ... are written when one times out
-export TORCH_FR_DUMP_TEMP_FILE=$ATTEMPT/flight/rank_ # where to; the default is the node's /tmp, gone with the job
-export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE # its older name
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}    # why a connection failed; silent otherwise
-
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # why a connection failed; silent otherwise
 # --- Memory: blocks that grow instead of a new one for each size; without it FSDP's gathers of unequal units leave holes
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
+[ "$NODE_RANK" != 0 ] || echo "$python" >"$ATTEMPT/python" # for tools of the batch script
 number=$(printf %03d "$NODE_RANK")
 log=$ATTEMPT/node-$number-$HOST.log
 
 # Static rendezvous: rank 0 is on the first node, and ranks follow the order of the nodes. Never restarted here: a restart in place would keep the
 # node that failed, and the batch script decides about a new attempt.
 command=("$python" -m torch.distributed.run --nnodes "$NUM_NODES" --node-rank "$NODE_RANK" --nproc-per-node "$PROCS_PER_NODE"
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 -m "$@")
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 --rdzv-id "${SLURM_JOB_ID:-${ATTEMPT##*/}}" -m "$@") # the id names the folder RUN/stacks/ID.RESTART
 trap 'echo "[node $number $HOST] TERM: ended by Slurm"' TERM # goes to every process of the node; what it leads to is recorded below
 status=0
 if [ "$NODE_RANK" = 0 ]; then
