@@ -4,7 +4,8 @@
     python -m common.evaluate score --predictions theirs.jsonl --data questions.jsonl --group_by year num_answers
     python -m common.evaluate compare --base base.jsonl --new new.jsonl --group_by year
 
-`common/questions.py` says what a question and a prediction file are. Right means exactly the right letters. Exit code 2: wrong use.
+`common/questions.py` says what a question and a prediction file are. Right means exactly the right letters. Exit code 2: wrong use;
+1: servers that do not answer any more (the same command goes on).
 """
 
 import argparse
@@ -266,6 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:  # servers that are gone; what was made is kept
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if args.json:
         print(json.dumps(result, ensure_ascii=False, indent=1))
     elif args.command == "compare":
