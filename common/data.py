@@ -423,6 +423,10 @@ class Bins:
     def __getitem__(self, index: int) -> np.ndarray:
         return self.rows[self.offsets[index] : self.offsets[index + 1]]
 
+    def fullest(self) -> int:
+        """The bin with most rows, for checks that compare rows of a bin: long rows have bins to themselves."""
+        return int(np.diff(self.offsets).argmax())
+
 
 def pack(lengths: np.ndarray, max_length: int, packing: bool = True, group: int = 1) -> Bins:
     """Best-fit decreasing: the longest example first, each into the fullest bin that still has room. The same input gives the same bins.

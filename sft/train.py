@@ -99,9 +99,11 @@ def main() -> None:
     first_step = state.step
     if first_step >= total_steps:
         log.info("nothing to train: step %d of %d is reached. Give more max_steps or epochs to go on.", first_step, total_steps)
-    fullest = int((train_bins.offsets[1:] - train_bins.offsets[:-1]).argmax())  # the bin with most rows: long rows have bins to themselves
-    run.check_packing(model.sharded, collate(train_data, train_bins, [fullest], pad_to=eval_pad_to), model_args.compute_dtype)
-    metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step)
+    first = collate(train_data, train_bins, [train_bins.fullest()], pad_to=eval_pad_to)
+    run.check_packing(model.sharded, first, model_args.compute_dtype)
+    metrics = MetricsLog(
+        output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(model_args, data_args, args), state.step
+    )
 
     guard = run.StepGuard(model.sharded, optimizer, args)
     performance = Performance(model.flops)
@@ -130,7 +132,9 @@ def main() -> None:
         nll, balance, load = forward_backward(model.sharded, batches, total_weight, model_args.load_balancing_coef)
         loss = nll / total_weight
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
-        grad_norm, skipped = guard.step(loss, lr, lambda: ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id]))
+        grad_norm, skipped = guard.step(
+            loss, lr, lambda: ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id])
+        )
         state.step, state.epoch, state.offset = state.step + 1, epoch, offset
         state.tokens += int(tokens)
         state.skipped_steps += skipped
