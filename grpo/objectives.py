@@ -6,6 +6,8 @@ r = pi / pi_old of a token (gspo: of the answer, geometric mean over its tokens)
     grpo     the same                                                 mean over answers of their token means   arXiv 2402.03300
     dr_grpo  the same                                                 sum / (answers * max_completion_length)  arXiv 2503.20783
     gspo     the same with the answer's ratio                         mean over answers                        arXiv 2507.18071
+    gspo_token_mean  as gspo                                          mean over tokens of the window
+    luspo    as gspo                                                  mean over answers of length * loss
     cispo    -sg[min(r, cispo_cap)] A log pi                          mean over tokens of the window           arXiv 2506.13585
     sapo     -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A  mean over answers of their token means   arXiv 2511.20347
 
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from common.config import option
 
-SEQUENCE_MEAN = ("grpo", "gspo", "sapo")
+SEQUENCE_MEAN = ("grpo", "gspo", "sapo")  # mean over answers of their token means
+SEQUENCE_RATIO = ("gspo", "gspo_token_mean", "luspo")  # one ratio for all tokens of an answer
 # (low, high) where none is given: what the forms' authors and common implementations use.
 CORRECTION_LIMITS = {
     "none": (None, None),
@@ -41,9 +44,11 @@ CORRECTION_LIMITS = {
 class ObjectiveArguments:
     """What is optimised."""
 
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"] = option("dapo", "The objective; see grpo/objectives.py.")
-    epsilon: float | None = option(None, "The ratio is clipped below 1 - epsilon. Default: 0.2, gspo 3e-4.")
-    epsilon_high: float | None = option(None, "The ratio is clipped above 1 + epsilon_high. Default: 0.28, gspo 4e-4.")
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "gspo_token_mean", "luspo", "cispo", "sapo"] = option(
+        "dapo", "The objective; see grpo/objectives.py."
+    )
+    epsilon: float | None = option(None, "The ratio is clipped below 1 - epsilon. Default: 0.2; 3e-4 where it is an answer's (gspo).")
+    epsilon_high: float | None = option(None, "The ratio is clipped above 1 + epsilon_high. Default: 0.28; 4e-4 where it is an answer's.")
     dual_clip: float | None = option(None, "Bound the loss of a token with negative advantage at dual_clip * |A| (usual: 3). Default: off.")
     cispo_cap: float = option(5.0, "cispo: largest weight of a token, an absolute ratio.")
     sapo_temperature_pos: float = option(1.0, "sapo: tau of answers with positive advantage.")
@@ -57,7 +62,7 @@ class ObjectiveArguments:
     rollout_correction_high: float | None = option(None, "Upper limit of it.")
 
     def __post_init__(self):
-        sequence = self.loss_type == "gspo"
+        sequence = self.loss_type in SEQUENCE_RATIO
         self.epsilon = (3e-4 if sequence else 0.2) if self.epsilon is None else self.epsilon
         self.epsilon_high = (4e-4 if sequence else 0.28) if self.epsilon_high is None else self.epsilon_high
         if not 0 <= self.epsilon < 1 or self.epsilon_high < 0:
@@ -135,7 +140,8 @@ def token_scales(mask: Tensor, row: Tensor, num_rows: int, window: Tensor, loss_
     kept = mask.double()
     if loss_type in SEQUENCE_MEAN:
         return kept / (row_sums(kept, row, num_rows).clamp(min=1)[row] * rows)
-    return kept / (rows * max_completion_length if loss_type == "dr_grpo" else tokens)
+    divisors = {"dr_grpo": rows * max_completion_length, "luspo": rows}
+    return kept / divisors.get(loss_type, tokens)
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------------------------
@@ -145,14 +151,14 @@ class TokenLosses(NamedTuple):
     """All [N]."""
 
     loss: Tensor
-    ratio: Tensor  # detached; of the token, for gspo of its answer
+    ratio: Tensor  # detached; of the token, or of its answer (SEQUENCE_RATIO)
     clipped: Tensor  # bool: the clip takes the gradient away
 
 
 def policy_losses(logps: Tensor, old: Tensor, advantages: Tensor, row: Tensor, args: ObjectiveArguments) -> TokenLosses:
     """The objective's term of each token. logps, old [N]; advantages [R]."""
     log_ratio = logps - old
-    if args.loss_type == "gspo":
+    if args.loss_type in SEQUENCE_RATIO:
         log_ratio = row_means(log_ratio, row, len(advantages))[row]
     ratio, advantage = log_ratio.exp(), advantages[row]
     clipped = ((ratio < 1 - args.epsilon) & (advantage < 0)) | ((ratio > 1 + args.epsilon_high) & (advantage > 0))

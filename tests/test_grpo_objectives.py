@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import objectives
-from grpo.advantages import compute_advantages
+from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
 from grpo.objectives import ObjectiveArguments
 
 # Worked example: rewards 1,0,0,1; lengths 4,2,3,4; new - old, old and reference log-probabilities.
@@ -70,6 +70,14 @@ CASES = {
     "dr_grpo": (dict(loss_type="dr_grpo"), -0.08568207, 0.089193, 0.03979308, 0.067831 * 4 / 3),
     "gspo": (dict(loss_type="gspo"), 0.00775079, 0.104251, 0.22430624 * 4 / 3, 0.104251 * 4 / 3),
     "gspo wide": (dict(loss_type="gspo", epsilon=0.2, epsilon_high=0.28), -0.02731413, 0.244599, 0.20311577 * 4 / 3, 0.215764 * 4 / 3),
+    "gspo token mean": (
+        dict(loss_type="gspo_token_mean", epsilon=0.2, epsilon_high=0.28),
+        -0.22523019,
+        0.237546,
+        0.08432066,
+        0.275280,
+    ),
+    "luspo": (dict(loss_type="luspo", epsilon=0.2, epsilon_high=0.28), -0.73199812, 0.772025, 0.18972148 * 4 / 3, 0.619380 * 4 / 3),
     "cispo": (dict(loss_type="cispo"), 0.19469665, 0.246828, 0.03630869, 0.291047),
     "cispo low cap": (dict(loss_type="cispo", cispo_cap=0.28), 0.04140217, 0.067242, -0.00619582, 0.080815),
     "sapo": (dict(loss_type="sapo"), -0.06394766, 0.253184, 0.51140075, 0.225308 * 4 / 3),
@@ -252,7 +260,7 @@ def test_batch_scaling():
 def test_equal_rewards_give_exactly_zero(scale, count, reward):
     result = compute_advantages([reward] * count + [0.0, 1.0], ["same"] * count + ["other"] * 2, scale)
     assert (result.values[:count] == 0.0).all() and not result.informative[:count].any() and result.informative[count:].all()
-    assert result.collapse_rate == 0.5
+    assert is_collapsed([reward] * count) and not is_collapsed([0.0, 1.0])
 
 
 def test_a_standard_deviation_of_zero_cannot_be_relied_on():
@@ -264,7 +272,47 @@ def test_groups_are_formed_by_id_whatever_the_order_and_size():
     mixed = compute_advantages([1, 5, 0, 5, None, 0], ["a", "b", "a", "b", "c", "a"])
     assert mixed.values.tolist() == pytest.approx([1.1545005, 0, -0.5772503, 0, 0, -0.5772503], abs=1e-4)
     assert mixed.informative.tolist() == [True, False, True, False, False, True]
-    assert mixed.collapse_rate == pytest.approx(2 / 3)  # one of equal rewards, one without any
+    assert is_collapsed([None, None]) and is_collapsed([None, 5]) and not is_collapsed([None, 5, 4])
+
+
+# Two groups of four answers, rewards (right, format); weights; what comes out. With equal weights a right answer without format is punished.
+FORMAT = [(1, 1), (1, 0), (0, 1), (0, 1), (1, 1), (1, 1), (0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    "weights, expected",
+    [
+        ((1.0, 1.0), [1.043243, -0.484145, -0.279549, -0.279549, 1.043243, 1.043243, -0.279549, -1.806937]),
+        ((1.0, 0.05), [0.961112, 0.853249, -0.907181, -0.907181, 0.961112, 0.961112, -0.907181, -1.015044]),
+    ],
+)
+def test_gdpo(weights, expected):
+    components = [{"right": float(right), "format": float(form)} for right, form in FORMAT]
+    result = compute_gdpo_advantages(components, weights, list("aaaabbbb"))
+    assert result.values.tolist() == pytest.approx(expected, abs=1e-6) and result.informative.all()
+    scaled = [{"right": 3 * c["right"], "format": 0.05 * c["format"]} for c in components]  # the weight counts, not the size of a reward
+    assert compute_gdpo_advantages(scaled, weights, list("aaaabbbb")).values.tolist() == pytest.approx(expected, abs=1e-2)
+
+
+def test_the_sum_of_two_rewards_is_another_objective():
+    """The same rewards, added before they are normalised."""
+    for weight, expected in (
+        (1.0, [1.4997, -0.4999, -0.4999, -0.4999, 0.783268, 0.783268, -0.261089, -1.305446]),
+        (0.05, [0.909677, 0.820928, -0.865303, -0.865303, 0.865365, 0.865365, -0.823152, -0.907577]),
+    ):
+        result = compute_advantages([right + weight * form for right, form in FORMAT], list("aaaabbbb"))
+        assert result.values.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_gdpo_of_groups_without_signal_and_answers_without_reward():
+    components = [{"right": r, "format": f} for r, f in [(1.0, 0.85), (0.0, 0.85), (1.0, None), (1.05, 0.9), (1.05, 0.9), (None, None)]]
+    result = compute_gdpo_advantages(components, [1.0, 1.0], list("aaabbb"))
+    assert result.informative.tolist() == [True] * 3 + [False] * 3 and (result.values[3:] == 0.0).all()
+    part = compute_advantages([1.0, 0.0, 1.0], list("aaa")).values
+    total = np.append(part, [0.0, 0.0])  # the answer that nobody scored is in no statistic
+    assert result.values[:3].tolist() == pytest.approx(((part - total.mean()) / (total.std(ddof=1) + 1e-4)).tolist(), abs=1e-12)
+    only_format = compute_gdpo_advantages(components, [0.0, 1.0], list("aaabbb"))  # a reward without a weight gives no signal
+    assert not only_format.informative.any()
 
 
 def test_std_floor():
@@ -272,17 +320,17 @@ def test_std_floor():
     assert floored.tolist() == pytest.approx([0.00625 / 0.1001] * 7 + [-0.04375 / 0.1001])
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "grpo kl", "grpo kl ratio", "dapo kl"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "grpo kl", "grpo kl ratio", "dapo kl"])
 def test_equals_trl(name, tmp_path):
     """The same loss and gradient as GRPOTrainer._compute_loss where nothing is masked."""
     pytest.importorskip("trl")
     from trl import GRPOConfig, GRPOTrainer
 
     args = ObjectiveArguments(**CASES[name][0])
-    sequence = args.loss_type == "gspo"
+    sequence = args.loss_type in objectives.SEQUENCE_RATIO
     config = GRPOConfig(
         output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", per_device_train_batch_size=4, num_generations=4,
-        loss_type="grpo" if sequence else args.loss_type, importance_sampling_level="sequence" if sequence else "token",
+        loss_type="grpo" if args.loss_type == "gspo" else args.loss_type, importance_sampling_level="sequence" if sequence else "token",
         epsilon=args.epsilon, epsilon_high=args.cispo_cap if args.loss_type == "cispo" else args.epsilon_high, beta=args.beta,
         max_completion_length=MAX_LENGTH, use_bias_correction_kl=args.use_bias_correction_kl,
     )  # fmt: skip
