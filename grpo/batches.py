@@ -3,7 +3,10 @@
 Shapes: N completion tokens of a packed row, R answers in it.
 """
 
+import json
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ from common.data import Bins, PackedBatch, collate, pack
 from common.logprobs import NO_TARGET
 from grpo import objectives
 from grpo.objectives import ObjectiveArguments
-from grpo.rollout import Answer
+from grpo.rollout import Answer, rollout_path
 
 
 class AnswerRows:
@@ -158,3 +161,43 @@ def weigh(mini_batches: list[list[MicroBatch]], args: ObjectiveArguments, max_co
                 for mask, part in ((batch.policy, window[:2]), (batch.divergence, window[2:]))
             )
     return list(windows.cpu())
+
+
+# ---- log-probabilities on the disk: a run that stops between two updates of a rollout goes on with the same numbers
+
+
+def logps_path(output_dir: Path, first_step: int) -> Path:
+    return rollout_path(output_dir, "step", first_step).with_suffix(".npz")
+
+
+def _places(answers: list[Answer]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum([len(answer.completion.completion_ids) for answer in answers])])
+
+
+def save_logps(path: Path, batches: list[MicroBatch], answers: list[Answer], figures: dict[str, float]) -> None:
+    """Writes all ranks' log-probabilities and the rollout's figures. A collective."""
+    parts = [(batch.answers, batch.old.numpy(), None if batch.reference is None else batch.reference.numpy()) for batch in batches]
+    gathered = dist.gather_objects(parts)
+    with dist.main_rank_first() as mine:
+        if mine:
+            places = _places(answers)
+            arrays = {name: np.full(places[-1], np.nan, np.float32) for name in ("old", "reference")}
+            for indices, *values in (part for rank_parts in gathered for part in rank_parts):
+                where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices] or [np.zeros(0, np.int64)])
+                for array, value in zip(arrays.values(), values, strict=True):
+                    if value is not None:
+                        array[where] = value
+            kept = {name: value for name, value in figures.items() if not name.startswith("perf/")}
+            temporary = path.with_suffix(".tmp")
+            with open(temporary, "wb") as file:
+                np.savez(file, figures=np.array(json.dumps(kept)), **arrays)
+            os.replace(temporary, path)
+
+
+def load_logps(path: Path, batches: list[MicroBatch], answers: list[Answer]) -> None:
+    places, saved = _places(answers), np.load(path)
+    for batch in batches:
+        where = np.concatenate([np.arange(places[i], places[i + 1]) for i in batch.answers] or [np.zeros(0, np.int64)])
+        batch.old = torch.from_numpy(saved["old"][where])
+        batch.reference = torch.from_numpy(saved["reference"][where])
+        assert not batch.old.isnan().any(), path

@@ -7,23 +7,24 @@ kept beside it (step-000013.npz), so that a run that stops in between goes on wi
 import json
 import logging
 import math
-import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import dist, run
+from common.checkpoint import TrainState
 from common.config import DataArguments, ModelArguments, TrainArguments, option
-from common.data import Bins, collate, terminal_safe
+from common.data import collate, pack, terminal_safe
 from common.fsdp import ShardedModel
 from grpo import objectives
-from grpo.advantages import compute_advantages
-from grpo.batches import AnswerRows, MicroBatch, make_mini_batches, weigh
+from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
+from grpo.batches import AnswerRows, MicroBatch, load_logps, logps_path, make_mini_batches, save_logps, weigh
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import (
@@ -39,6 +40,17 @@ from grpo.rollout import (
     read_lines,
     rollout_path,
     write_lines,
+)
+from grpo.sampling import (
+    Filled,
+    Group,
+    Prompts,
+    accuracies,
+    carries_signal,
+    fill,
+    groups_of,
+    mean_expected_collapse,
+    pass_rate,
 )
 from grpo.scoring import RewardArguments, RewardPool
 
@@ -86,6 +98,8 @@ class Setup:
     synced: int = -1  # optimizer steps behind the weights that the engine has
     ahead: Ahead | None = None  # the next rollout, where it is generated while this one trains
     ahead_step: int = 0  # the first step that will train on it
+    surplus: list[Group] = field(default_factory=list)  # groups with signal that the next rollout begins with
+    pass_rates: dict[str, tuple[int, int]] | None = None  # of the prompts, where they were measured
 
     @property
     def updates(self) -> int:
@@ -129,13 +143,15 @@ def score(setup: Setup, answers: list[Answer]) -> None:
     dist.beat()
 
 
-def set_advantages(answers: list[Answer], args: RewardArguments) -> float:
-    """Fills in advantages; returns the share of groups whose rewards are all equal."""
+def set_advantages(answers: list[Answer], args: RewardArguments) -> None:
+    """Fills in advantages, and which answers carry signal."""
     ids = [answer.question.id for answer in answers]
-    result = compute_advantages([answer.reward for answer in answers], ids, args.scale_rewards, args.std_floor)
+    if args.scale_rewards == "gdpo":
+        result = compute_gdpo_advantages([answer.rewards for answer in answers], args.reward_weights, ids, args.std_floor)
+    else:
+        result = compute_advantages([answer.reward for answer in answers], ids, args.scale_rewards, args.std_floor)
     for answer, value, informative in zip(answers, result.values.tolist(), result.informative.tolist(), strict=True):
         answer.advantage, answer.informative = value, informative
-    return result.collapse_rate
 
 
 def reward_figures(answers: list[Answer], prefix: str) -> dict[str, float | None]:
@@ -160,8 +176,8 @@ def sampling(setup: Setup, temperature: float) -> dict:
     return {"temperature": temperature, "top_p": top_p, "max_new_tokens": setup.rollout_args.max_completion_length}
 
 
-def rollout_seed(setup: Setup, first_step: int) -> int:
-    return setup.args.seed * 1_000_003 + first_step
+def rollout_seed(setup: Setup, first_step: int, batch: int = 0) -> int:
+    return setup.args.seed * 1_000_003 + first_step + batch * 1_000_000_007
 
 
 def generate(
@@ -184,51 +200,128 @@ def sync(setup: Setup, version: int) -> SyncReport:
     return report
 
 
-def roll_out(setup: Setup, questions: list[Question], first_step: int) -> tuple[list[Answer], dict[str, float]] | None:
-    """Scored answers to `questions`, on disk in rollouts/, and their figures; None when STOP came (finished answers are kept). A collective."""
-    args = setup.rollout_args
-    start = time.perf_counter()
-    kept = keep_finished(setup, questions, first_step)
-    report = sync(setup, first_step - 1)
-    answers, stopped = generate(setup, questions, args.num_generations, args.temperature, rollout_seed(setup, first_step), kept)
-    rollout_seconds = time.perf_counter() - start - report.seconds
-    if stopped:
-        write_unfinished(setup, [answer.completion for answer in answers], questions, first_step)
+class Made(NamedTuple):
+    """What `roll_out` returns."""
+
+    answers: list[Answer]  # to train on
+    figures: dict[str, float | None]
+    epoch: int  # position in the data after it
+    offset: int
+
+
+def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
+    """Scored answers to the prompts at the state's position, on disk in rollouts/; None when STOP came (finished answers are kept).
+
+    With dynamic sampling: of as many batches as it takes, and what is left over goes to `setup.surplus`. A collective.
+    """
+    args, rewards, first_step = setup.rollout_args, setup.reward_args, state.step + 1
+    finished = keep_finished(setup, first_step)
+    report = sync(setup, state.step)
+    epoch, offset = state.epoch, state.offset
+    generated: list[Answer] = []
+    seconds = {"rollout": 0.0, "reward": 0.0}
+
+    def draw(number: int, without: set[str]) -> list[Group] | None:
+        nonlocal epoch, offset
+        start = time.perf_counter()
+        questions, epoch, offset = prompts.next(epoch, offset, without)
+        seed = rollout_seed(setup, first_step, number)
+        answers, stopped = generate(setup, questions, args.num_generations, args.temperature, seed, finished)
+        seconds["rollout"] += time.perf_counter() - start
+        if stopped:
+            ids = {answer.question.id for answer in generated + answers}
+            made = [answer.completion for answer in generated + answers] + [c for c in finished if c.id not in ids]
+            write_unfinished(setup, made, prompts.questions, first_step)
+            return None
+        start = time.perf_counter()
+        score(setup, answers)
+        seconds["reward"] += time.perf_counter() - start
+        set_advantages(answers, rewards)
+        generated.extend(answers)
+        return groups_of(answers)
+
+    def carries(group: Group) -> bool:
+        return not args.dynamic_sampling or carries_signal(group, rewards.accuracy_reward, rewards.mask_truncated_completions)
+
+    rounds = args.max_resample_times if args.dynamic_sampling else 1
+    filled = fill(prompts.size, rounds, setup.surplus, draw, carries)
+    if filled is None:
         return None
-    start = time.perf_counter()
-    score(setup, answers)
-    reward_seconds = time.perf_counter() - start
-    figures = reward_figures(answers, "grpo/") | {"grpo/collapse_rate": set_advantages(answers, setup.reward_args)}
-    with dist.main_rank_first() as mine:
-        if mine:
-            write_lines(rollout_path(setup.output_dir, "step", first_step), (answer.line(first_step) for answer in answers))
-            rollout_path(setup.output_dir, "unfinished", first_step).unlink(missing_ok=True)
-    tokens = sum(len(answer.completion.completion_ids) for answer in answers)
-    return answers, figures | {
-        "perf/rollout_seconds": rollout_seconds,
-        "perf/rollout_tokens_per_second": tokens / rollout_seconds,
-        "perf/reward_seconds": reward_seconds,
+    setup.surplus = filled.surplus
+    for answer in (answer for group in filled.filtered for answer in group):
+        answer.advantage, answer.informative = 0.0, False
+    answers = [answer for group in filled.groups for answer in group]
+    set_advantages(answers, rewards)
+    write_rollout(setup, filled, first_step)
+    figures = reward_figures(generated, "grpo/") | collapse_figures(setup, filled, groups_of(generated))
+    tokens = sum(len(answer.completion.completion_ids) for answer in generated)
+    figures |= {
+        "perf/rollout_seconds": seconds["rollout"],
+        "perf/rollout_tokens_per_second": tokens / seconds["rollout"],
+        "perf/reward_seconds": seconds["reward"],
         "perf/sync_seconds": report.seconds,
+    }
+    return Made(answers, figures, epoch, offset)
+
+
+def collapse_figures(setup: Setup, filled: Filled, generated: list[Group]) -> dict[str, float | None]:
+    """Share of the groups generated for this rollout, before any is filtered, whose answers are all right or all wrong; and what of it was to
+    be expected: from `difficulty_file`, or else from the pass rates in these very groups."""
+    args, accuracy = setup.rollout_args, setup.reward_args.accuracy_reward
+    rate = sum(is_collapsed(accuracies(group, accuracy)) for group in generated) / len(generated)
+    figures = {"grpo/collapse_rate": rate}
+    if setup.pass_rates is not None:
+        rates = [setup.pass_rates[g[0].question.id] for g in generated if g[0].question.id in setup.pass_rates]
+    else:
+        rates = [pass_rate(group, accuracy) for group in generated]
+    figures["grpo/collapse_expected"] = mean_expected_collapse(rates, args.num_generations)
+    if not args.dynamic_sampling:
+        return figures
+    bound = 1 - 1 / args.max_resample_times
+    if len(filled.groups) < args.num_prompts_per_step:
+        log.warning(
+            "the rollout is not full: %d of %d groups after %d batches; %.3f of the groups collapsed, %d batches bear %.3f. It trains on what is "
+            "there. Raise max_resample_times, or filter the prompts by difficulty.",
+            len(filled.groups), args.num_prompts_per_step, filled.rounds, rate, args.max_resample_times, bound,
+        )  # fmt: skip
+    return figures | {
+        "grpo/collapse_bound": bound,
+        "grpo/batches": filled.rounds,
+        "grpo/groups": len(filled.groups),
+        "grpo/surplus": len(filled.surplus),
     }
 
 
-def start_ahead(setup: Setup, questions: list[Question], first_step: int) -> None:
-    """Begins the rollout that step `first_step` will train on, with the weights of now."""
+def write_rollout(setup: Setup, filled: Filled, first_step: int) -> None:
+    """What `first_step` trains on, what was generated for it and carries no signal, and what is left over for the next rollout."""
+    parts = {"step": filled.groups}
+    if setup.rollout_args.dynamic_sampling:
+        parts = {"filtered": filled.filtered, "kept": filled.surplus} | parts
+    with dist.main_rank_first() as mine:
+        if mine:
+            for kind, groups in parts.items():
+                lines = (answer.line(first_step) for group in groups for answer in group)
+                write_lines(rollout_path(setup.output_dir, kind, first_step), lines)
+            rollout_path(setup.output_dir, "unfinished", first_step).unlink(missing_ok=True)
+
+
+def start_ahead(setup: Setup, prompts: Prompts, made: Made, first_step: int) -> None:
+    """Begins the rollout that step `first_step` will train on, with the weights of now: its first batch, where it takes several."""
     args = setup.rollout_args
+    questions, _, _ = prompts.next(made.epoch, made.offset, {group[0].question.id for group in setup.surplus})
     options = {"seed": rollout_seed(setup, first_step), **sampling(setup, args.temperature)}
     setup.ahead_step = first_step
     setup.ahead = Ahead(setup.backend, questions, args.num_generations, setup.output_dir / run.STOP, **options)
 
 
-def keep_finished(setup: Setup, questions: list[Question], first_step: int) -> list[Completion]:
-    """Answers to `questions` that exist: of a run that was stopped in the middle of this rollout, and what was generated ahead."""
+def keep_finished(setup: Setup, first_step: int) -> list[Completion]:
+    """Answers for this rollout that exist: of a run that was stopped in the middle of it, and what was generated ahead."""
     path = rollout_path(setup.output_dir, "unfinished", first_step)
     kept = [completion_of(line) for line in dist.broadcast_object(read_lines(path) if dist.is_main() and path.exists() else [])]
     if setup.ahead is not None:
         kept += setup.ahead.take()
         setup.ahead = None
-    ids = {question.id for question in questions}
-    return [completion for completion in kept if completion.id in ids]
+    return kept
 
 
 def write_unfinished(setup: Setup, completions: list[Completion], questions: list[Question], first_step: int) -> None:
@@ -238,8 +331,7 @@ def write_unfinished(setup: Setup, completions: list[Completion], questions: lis
         if mine:
             path = rollout_path(setup.output_dir, "unfinished", first_step)
             write_lines(path, (Answer(by_id[c.id], c, "").line(first_step) for c in completions))
-    wanted = len(questions) * setup.rollout_args.num_generations
-    log.info("%s found: %d of %d answers to the prompts of step %d are finished and kept", run.STOP, len(completions), wanted, first_step)
+    log.info("%s found: %d answers to the prompts of step %d are finished and kept", run.STOP, len(completions), first_step)
 
 
 @torch.no_grad()
@@ -267,7 +359,7 @@ def prepare(setup: Setup, answers: list[Answer], figures: dict[str, float], firs
         with_kl=setup.objective.beta > 0,
     )
     everything = [batch for batches in mini_batches for batch in batches]
-    version = min(span[0] for answer in answers for span in answer.completion.weight_versions)
+    version = min((span[0] for answer in answers for span in answer.completion.weight_versions), default=first_step - 1)
     if saved is not None:
         load_logps(saved, everything, answers)
         windows = weigh(mini_batches, setup.objective, setup.rollout_args.max_completion_length)
@@ -282,7 +374,7 @@ def prepare(setup: Setup, answers: list[Answer], figures: dict[str, float], firs
                 batch.reference = logps
     windows = weigh(mini_batches, setup.objective, setup.rollout_args.max_completion_length)
     figures = figures | distance_figures(everything) | {"perf/old_logps_seconds": time.perf_counter() - start}
-    figures["grpo/trained"] = sum(window[1].item() for window in windows) / len(answers)
+    figures["grpo/trained"] = sum(window[1].item() for window in windows) / max(len(answers), 1)
     if setup.updates > 1:  # a run that stops between two updates goes on with the same numbers
         save_logps(logps_path(setup.output_dir, first_step), everything, answers, figures)
     return Rollout(first_step, mini_batches, windows, figures, version)
@@ -309,41 +401,25 @@ def distance_figures(batches: list[MicroBatch]) -> dict[str, float]:
     }
 
 
-def logps_path(output_dir: Path, first_step: int) -> Path:
-    return rollout_path(output_dir, "step", first_step).with_suffix(".npz")
+def answers_of(lines: Iterable[dict], questions: list[Question]) -> list[Answer]:
+    """Scored answers from their lines in rollouts/."""
+    by_id = {question.id: question for question in questions}
+    return [Answer(by_id[line["id"]], completion_of(line), line["completion"], line["rewards"], line["reward"]) for line in lines]
 
 
-def _places(answers: list[Answer]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([len(answer.completion.completion_ids) for answer in answers])])
-
-
-def save_logps(path: Path, batches: list[MicroBatch], answers: list[Answer], figures: dict[str, float]) -> None:
-    """Writes all ranks' log-probabilities and the rollout's figures. A collective."""
-    parts = [(batch.answers, batch.old.numpy(), None if batch.reference is None else batch.reference.numpy()) for batch in batches]
-    gathered = dist.gather_objects(parts)
-    with dist.main_rank_first() as mine:
-        if mine:
-            places = _places(answers)
-            arrays = {name: np.full(places[-1], np.nan, np.float32) for name in ("old", "reference")}
-            for indices, *values in (part for rank_parts in gathered for part in rank_parts):
-                where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices] or [np.zeros(0, np.int64)])
-                for array, value in zip(arrays.values(), values, strict=True):
-                    if value is not None:
-                        array[where] = value
-            kept = {name: value for name, value in figures.items() if not name.startswith("perf/")}
-            temporary = path.with_suffix(".tmp")
-            with open(temporary, "wb") as file:
-                np.savez(file, figures=np.array(json.dumps(kept)), **arrays)
-            os.replace(temporary, path)
-
-
-def load_logps(path: Path, batches: list[MicroBatch], answers: list[Answer]) -> None:
-    places, saved = _places(answers), np.load(path)
-    for batch in batches:
-        where = np.concatenate([np.arange(places[i], places[i + 1]) for i in batch.answers] or [np.zeros(0, np.int64)])
-        batch.old = torch.from_numpy(saved["old"][where])
-        batch.reference = torch.from_numpy(saved["reference"][where])
-        assert not batch.old.isnan().any(), path
+def resume_surplus(setup: Setup, questions: list[Question], step: int) -> list[Group]:
+    """What the last rollout of a checkpoint left over, from its file. A collective."""
+    if step == 0:
+        return []
+    path = rollout_path(setup.output_dir, "kept", (step - 1) // setup.updates * setup.updates + 1)
+    lines = dist.broadcast_object(read_lines(path) if dist.is_main() and path.exists() else None)
+    if not setup.rollout_args.dynamic_sampling:
+        if lines:
+            log.warning("dynamic_sampling is off: the answers in %s, left over by the rollout before, are not trained on", path)
+        return []
+    if lines is None:
+        log.warning("dynamic sampling starts anew: there is no %s", path)
+    return groups_of(answers_of(lines or [], questions))
 
 
 def resume_rollout(setup: Setup, questions: list[Question], first_step: int) -> Rollout:
@@ -352,11 +428,7 @@ def resume_rollout(setup: Setup, questions: list[Question], first_step: int) -> 
     saved = logps_path(setup.output_dir, first_step)
     if not path.exists() or not saved.exists():
         raise ValueError(f"the checkpoint lies between the updates of one rollout, and {path} or {saved.name} beside it is missing")
-    by_id = {question.id: question for question in questions}
-    answers = []
-    for line in read_lines(path):
-        answer = Answer(by_id[line["id"]], completion_of(line), line["completion"], line["rewards"], line["reward"])
-        answers.append(answer)
+    answers = answers_of(read_lines(path), questions)
     set_advantages(answers, setup.reward_args)
     return prepare(setup, answers, json.loads(str(np.load(saved)["figures"])), first_step, saved)
 
@@ -392,9 +464,8 @@ def show(answers: list[Answer], num_generations: int) -> None:
 def check_first_rollout(setup: Setup, answers: list[Answer], figures: dict[str, float]) -> None:
     """The first rollout of a process: rows are apart, and the engine samples from what the trainer computes. RuntimeError otherwise."""
     rows = AnswerRows(answers)
-    count = max(1, int(np.searchsorted(np.cumsum(rows.lengths()), setup.data_args.max_length, "right")))
-    bins = Bins(np.arange(count), np.array([0, count]))
-    run.check_packing(setup.model.sharded, collate(rows, bins, [0], pad_to=setup.pad_to), setup.model_args.compute_dtype)
+    bins = pack(rows.lengths(), setup.data_args.max_length)
+    run.check_packing(setup.model.sharded, collate(rows, bins, [bins.fullest()], pad_to=setup.pad_to), setup.model_args.compute_dtype)
     on_policy = all(span[0] == setup.synced for answer in answers for span in answer.completion.weight_versions)
     limit = ENGINE_TOLERANCE[getattr(torch, setup.model_args.compute_dtype)]
     distance = figures["grpo/logp_diff_mean"]

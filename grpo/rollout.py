@@ -46,12 +46,19 @@ class RolloutArguments:
     rollout_lag: int = option(
         0, "vllm: 1 generates the next rollout while this one trains, one rollout off policy. Use a rollout_correction."
     )
+    dynamic_sampling: bool = option(
+        False, "Draw prompts until num_prompts_per_step groups carry signal; what is left over trains next time."
+    )
+    max_resample_times: int = option(3, "dynamic_sampling: most batches of num_prompts_per_step prompts that one rollout draws.")
+    difficulty_file: str | None = option(
+        None, "Pass rates of the prompts (lines with id, k, n, from python -m grpo.difficulty), for the collapse rate to be expected."
+    )
     rollout_batch_size: int = option(64, "hf: answers generated at a time on one rank.")
     eval_num_generations: int = option(1, "Evaluation. 1: greedy; more: so many samples at the training temperature.")
     eval_on_start: bool = option(False, "Evaluate before the first step too.")
 
     def __post_init__(self):
-        for name in ("num_prompts_per_step", "max_completion_length", "rollout_batch_size", "eval_num_generations"):
+        for name in ("num_prompts_per_step", "max_completion_length", "max_resample_times", "rollout_batch_size", "eval_num_generations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.num_generations < 2:

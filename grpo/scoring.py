@@ -32,7 +32,12 @@ class RewardArguments:
     on_reward_error: Literal["error", "none"] = option(
         "error", "A function that fails or hangs: stop and say why, or count its answers as None."
     )
-    scale_rewards: Literal["group", "batch", "none"] = option("group", "What a reward's distance from its group's mean is divided by.")
+    accuracy_reward: str | None = option(
+        None, "Name of the reward that says whether an answer is right; collapse is judged on it. Default: the first of reward_funcs."
+    )
+    scale_rewards: Literal["group", "batch", "none", "gdpo"] = option(
+        "group", "What a reward's distance from its group's mean is divided by; gdpo normalises each reward, then weighs: grpo/README.md."
+    )
     std_floor: float = option(0.0, "Least standard deviation that is divided by: keeps a few hundredths from becoming a full signal.")
     mask_truncated_completions: bool = option(True, "Answers cut off at max_completion_length count in their group but are not trained on.")
 
@@ -44,6 +49,9 @@ class RewardArguments:
             raise ValueError(f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs.")
         if not self.reward_timeout > 0 or self.reward_workers < 1 or self.std_floor < 0:
             raise ValueError("reward_timeout and reward_workers must be positive, std_floor at least 0.")
+        self.accuracy_reward = self.accuracy_reward or self.names()[0]
+        if self.accuracy_reward not in self.names():
+            raise ValueError(f"accuracy_reward is {self.accuracy_reward}; it must be one of {', '.join(self.names())}.")
 
     def names(self) -> list[str]:
         """A short name of each component: the function's, or its whole name where two share one."""

@@ -33,6 +33,7 @@ from grpo.experience import (
     evaluate,
     prepare,
     resume_rollout,
+    resume_surplus,
     roll_out,
     show,
     start_ahead,
@@ -41,6 +42,7 @@ from grpo.experience import (
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
+from grpo.sampling import Prompts, announce, read_pass_rates
 from grpo.scoring import RewardArguments, RewardPool
 from grpo.twin import HfBackend
 from grpo.vllm_client import VllmBackend
@@ -162,9 +164,12 @@ def main() -> None:
         "max_length": data_args.max_length,
         "packing": data_args.packing,
     }
-    order = Order(len(questions), args.seed)
+    pass_rates = read_pass_rates(rollout_args.difficulty_file) if rollout_args.difficulty_file else None
+    if rollout_args.dynamic_sampling:
+        announce(questions, pass_rates, rollout_args)
+    prompts = Prompts(questions, Order(len(questions), args.seed), rollout_args.num_prompts_per_step)
     updates = args.num_iterations * args.num_minibatches
-    steps_per_epoch = order.steps_per_epoch(rollout_args.num_prompts_per_step) * updates
+    steps_per_epoch = prompts.order.steps_per_epoch(prompts.size) * updates
     total_steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * steps_per_epoch))
     log.info(
         "%d steps, %d on each rollout of %d prompts; %d steps an epoch",
@@ -182,6 +187,7 @@ def main() -> None:
     first_step = state.step
     backend = make_backend(model, tokenizer, model_args, rollout_args, questions)
     setup = Setup(model, backend, tokenizer, pool, reference, model_args, data_args, rollout_args, reward_args, objective, args, output_dir)
+    setup.surplus, setup.pass_rates = resume_surplus(setup, questions, state.step), pass_rates
     backend.start()
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(*all_args), state.step)
 
@@ -190,6 +196,7 @@ def main() -> None:
     logged_step = first_step
     model.sharded.train()
     rollout: Rollout | None = None
+    checked = False  # that the engine samples from what the trainer computes
     if held_out and rollout_args.eval_on_start and state.step == 0:
         metrics.log(0, evaluate(setup, held_out, 0))
     if position := state.step % updates:
@@ -200,22 +207,20 @@ def main() -> None:
         position = state.step % updates
         stop = bool(run.agree(run.stop_requested(output_dir))[0])
         if not stop and position == 0:
-            drawn, epoch, offset = order.next(state.epoch, state.offset, rollout_args.num_prompts_per_step)
-            made = roll_out(setup, [questions[index] for index in drawn], state.step + 1)
+            made = roll_out(setup, prompts, state)
             stop = made is None
             if made is not None:
                 if rollout_args.rollout_lag and state.step + updates < total_steps:
-                    following = order.next(epoch, offset, rollout_args.num_prompts_per_step)[0]
-                    start_ahead(setup, [questions[index] for index in following], state.step + updates + 1)
-                rolled_before = rollout is not None
-                rollout = prepare(setup, *made, state.step + 1)
-                if not rolled_before:
-                    show(made[0], rollout_args.num_generations)
-                    check_first_rollout(setup, made[0], rollout.figures)
-                state.epoch, state.offset = epoch, offset
+                    start_ahead(setup, prompts, made, state.step + updates + 1)
+                rollout = prepare(setup, made.answers, made.figures, state.step + 1)
+                if made.answers and not checked:
+                    show(made.answers, rollout_args.num_generations)
+                    check_first_rollout(setup, made.answers, rollout.figures)
+                    checked = True
+                state.epoch, state.offset = made.epoch, made.offset
         if stop:
             if setup.ahead is not None:
-                write_unfinished(setup, setup.ahead.take(), setup.ahead.questions, setup.ahead_step)
+                write_unfinished(setup, setup.ahead.take(), questions, setup.ahead_step)
             run.save(output_dir, args, model, optimizer, state, identity)
             run.check_frozen(model)
             log.info("%s found: saved at step %d, ending", run.STOP, state.step)

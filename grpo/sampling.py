@@ -1,0 +1,190 @@
+"""Dynamic sampling: which groups carry signal, how a rollout is filled with them, and what the data let one expect.
+
+A group (all answers to one prompt) whose answers are all right or all wrong teaches nothing. With `dynamic_sampling` a rollout draws batches
+of prompts until `size` groups carry signal, `max_resample_times` (R) batches at most. Each group is looked at once, when it was generated.
+What is left over trains first in the next rollout; it is always less than one batch, so nothing waits for more than one rollout. Where R
+batches do not fill the rollout, it trains on the groups that are there, divided by their own count (arXiv 2503.14476 draws without a bound).
+
+With collapse rate c a batch of N prompts gives N (1 - c) groups on average, so R batches fill it where c <= 1 - 1/R; more exactly with
+probability P(Binomial(R N, 1 - c) >= N), which falls steeply there.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.data import Order
+from grpo.advantages import is_collapsed
+from grpo.rollout import Answer, Question, RolloutArguments
+
+log = logging.getLogger(__name__)
+
+PASS = 1.0  # an answer whose accuracy reward reaches this is right, for pass rates
+
+Group = list[Answer]
+
+
+# ---- what the data let one expect
+
+
+def collapse_probability(p: float, num_generations: int) -> float:
+    """That `num_generations` answers to a prompt with pass rate p are all right or all wrong."""
+    return p**num_generations + (1 - p) ** num_generations
+
+
+def expected_collapse(k: int, n: int, num_generations: int) -> float:
+    """The same where k of n answers were right: mean over what the pass rate may be (Beta(k + 1, n - k + 1), from a uniform prior)."""
+
+    def log_beta(a: float, b: float) -> float:
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+    right, wrong = k + 1, n - k + 1
+    whole = log_beta(right, wrong)
+    return math.exp(log_beta(right + num_generations, wrong) - whole) + math.exp(log_beta(right, wrong + num_generations) - whole)
+
+
+def fill_probability(size: int, rounds: int, collapse: float) -> float:
+    """P(Binomial(rounds * size, 1 - collapse) >= size): that so many batches hold `size` groups with signal, nothing left over from before."""
+    if collapse <= 0 or collapse >= 1:
+        return float(collapse <= 0)
+    draws = rounds * size
+    terms = (
+        math.lgamma(draws + 1)
+        - math.lgamma(m + 1)
+        - math.lgamma(draws - m + 1)
+        + m * math.log1p(-collapse)
+        + (draws - m) * math.log(collapse)
+        for m in range(size, draws + 1)
+    )
+    return min(1.0, math.fsum(math.exp(term) for term in terms))
+
+
+def read_pass_rates(path: str) -> dict[str, tuple[int, int]]:
+    """{id: (right answers, answers)} from lines with id, k and n. ValueError names the line that has not."""
+    rates = {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    k, n = row["k"], row["n"]
+                    if not (isinstance(k, int) and isinstance(n, int) and 0 <= k <= n and n):
+                        raise ValueError(f"k is {k!r}, n {n!r}")
+                    rates[str(row["id"])] = (k, n)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}:{number}: needs id, k and n with 0 <= k <= n ({type(error).__name__}: {error})") from error
+    except OSError as error:
+        raise ValueError(f"difficulty_file {path} cannot be read: {error}") from error
+    return rates
+
+
+def mean_expected_collapse(pass_rates: Iterable[tuple[int, int]], num_generations: int) -> float | None:
+    values = [expected_collapse(k, n, num_generations) for k, n in pass_rates]
+    return math.fsum(values) / len(values) if values else None
+
+
+def announce(questions: list[Question], pass_rates: dict[str, tuple[int, int]] | None, args: RolloutArguments) -> None:
+    """Says at the start what dynamic sampling will find in these prompts, and warns where it must fail."""
+    size, rounds = args.num_prompts_per_step, args.max_resample_times
+    bound = 1 - 1 / rounds
+    log.info("dynamic sampling: at most %d batches of %d prompts a rollout; fills it up to a collapse rate of %.3f", rounds, size, bound)
+    if len(questions) < rounds * size:
+        log.warning(
+            "dynamic sampling: %d prompts are fewer than %d batches of %d; none is drawn twice for one rollout",
+            len(questions),
+            rounds,
+            size,
+        )
+    if pass_rates is None:
+        return
+    known = [pass_rates[question.id] for question in questions if question.id in pass_rates]
+    if not known:
+        raise ValueError("difficulty_file has none of the prompts' ids. Measure these prompts: python -m grpo.difficulty measure.")
+    expected = mean_expected_collapse(known, args.num_generations)
+    chance = fill_probability(size, rounds, expected)
+    message = (
+        "dynamic sampling: by the pass rates of %d of %d prompts %.3f of the groups collapse; a rollout is filled with probability %.4f"
+    )
+    log.info(message, len(known), len(questions), expected, chance)
+    if expected > bound:
+        log.warning(
+            "dynamic sampling cannot fill its rollouts: %.3f of the groups are expected to collapse, %d batches bear %.3f. Raise max_resample_times "
+            "to %d, filter the prompts by difficulty, or raise num_generations.",
+            expected, rounds, bound, math.ceil(1 / (1 - expected)),
+        )  # fmt: skip
+
+
+# ---- drawing and filling
+
+
+@dataclass
+class Prompts:
+    """Questions in the order of the data; a position (epoch, offset) is all that a checkpoint needs."""
+
+    questions: list[Question]
+    order: Order
+    size: int  # of a batch
+
+    def next(self, epoch: int, offset: int, without: set[str] = frozenset()) -> tuple[list[Question], int, int]:
+        """The batch at a position, less those whose id is in `without`, and the position after it.
+
+        A group is known by its prompt's id, so no prompt may come twice into one rollout: two epochs may meet in it.
+        """
+        drawn, epoch, offset = self.order.next(epoch, offset, self.size)
+        return [self.questions[index] for index in drawn if self.questions[index].id not in without], epoch, offset
+
+
+def groups_of(answers: list[Answer]) -> list[Group]:
+    """Answers by prompt, in the order in which the prompts first occur."""
+    groups: dict[str, Group] = {}
+    for answer in answers:
+        groups.setdefault(answer.question.id, []).append(answer)
+    return list(groups.values())
+
+
+def accuracies(group: Group, name: str) -> list[float]:
+    return [answer.rewards[name] for answer in group if answer.rewards[name] is not None]
+
+
+def pass_rate(group: Group, name: str) -> tuple[int, int]:
+    """(right answers, answers that the accuracy reward scored)"""
+    values = accuracies(group, name)
+    return sum(value >= PASS for value in values), len(values)
+
+
+def carries_signal(group: Group, accuracy_reward: str, mask_truncated: bool) -> bool:
+    """Whether right and wrong differ in a group whose advantages are set, and some answer of it trains.
+
+    A second reward (format, language) can differ where all answers are wrong: such a group would teach that reward only.
+    """
+    trains = any(answer.informative and not (mask_truncated and answer.completion.finish_reason == "length") for answer in group)
+    return trains and not is_collapsed(accuracies(group, accuracy_reward))
+
+
+class Filled(NamedTuple):
+    groups: list[Group]  # what trains, at most `size`
+    surplus: list[Group]  # carries signal too, for the next rollout: fewer than `size`
+    filtered: list[Group]  # carries none
+    rounds: int  # batches drawn
+
+
+def fill(
+    size: int, rounds: int, kept: list[Group], draw: Callable[[int, set[str]], list[Group] | None], carries: Callable[[Group], bool]
+) -> Filled | None:
+    """Groups that carry signal: first those `kept` from the rollout before, then out of at most `rounds` batches. None when STOP came.
+
+    draw(number, ids) generates batch `number` without the prompts `ids`; None: stopped.
+    """
+    groups, filtered = list(kept), []
+    for number in range(rounds):
+        drawn = draw(number, {group[0].question.id for group in groups + filtered})
+        if drawn is None:
+            return None
+        for group in drawn:
+            (groups if carries(group) else filtered).append(group)
+        if len(groups) >= size:
+            break
+    return Filled(groups[:size], groups[size:], filtered, number + 1)
