@@ -22,6 +22,7 @@ from common.checkpoint import TrainState
 from common.config import DataArguments, ModelArguments, TrainArguments, option
 from common.data import collate, pack, terminal_safe
 from common.fsdp import ShardedModel
+from common.jsonl import write_lines
 from grpo import objectives
 from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
 from grpo.batches import AnswerRows, MicroBatch, load_logps, logps_path, make_mini_batches, save_logps, weigh
@@ -39,7 +40,6 @@ from grpo.rollout import (
     completion_of,
     read_lines,
     rollout_path,
-    write_lines,
 )
 from grpo.sampling import (
     Filled,

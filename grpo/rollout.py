@@ -10,7 +10,6 @@ prompt's id and the number of the sample, never by their position.
 import hashlib
 import json
 import logging
-import os
 import random
 import time
 from collections import Counter
@@ -56,11 +55,16 @@ class RolloutArguments:
     rollout_batch_size: int = option(64, "hf: answers generated at a time on one rank.")
     eval_num_generations: int = option(1, "Evaluation. 1: greedy; more: so many samples at the training temperature.")
     eval_on_start: bool = option(False, "Evaluate before the first step too.")
+    baseline_prompts: int = option(
+        0, "Before the first step: answers of the untrained model to so many of the run's prompts, for python -m grpo.audit."
+    )
 
     def __post_init__(self):
         for name in ("num_prompts_per_step", "max_completion_length", "max_resample_times", "rollout_batch_size", "eval_num_generations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.baseline_prompts < 0:
+            raise ValueError(f"baseline_prompts is {self.baseline_prompts}; it cannot be negative.")
         if self.num_generations < 2:
             raise ValueError(
                 f"num_generations is {self.num_generations}; an answer is compared with others to the same prompt: at least 2."
@@ -274,18 +278,6 @@ class Answer:
 
 def rollout_path(output_dir: Path, kind: str, step: int) -> Path:
     return output_dir / "rollouts" / f"{kind}-{step:06d}.jsonl"
-
-
-def write_lines(path: Path, lines: Iterable[dict]) -> None:
-    """Under a temporary name, renamed when all is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_lines(path: Path) -> list[dict]:

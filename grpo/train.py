@@ -23,7 +23,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Order
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
-from grpo import objectives
+from grpo import audit, objectives
 from grpo.batches import MicroBatch
 from grpo.experience import (
     GRPOTrainArguments,
@@ -199,6 +199,8 @@ def main() -> None:
     checked = False  # that the engine samples from what the trainer computes
     if held_out and rollout_args.eval_on_start and state.step == 0:
         metrics.log(0, evaluate(setup, held_out, 0))
+    if rollout_args.baseline_prompts and state.step == 0:
+        audit.measure_baseline(setup, prompts, -(-total_steps // updates))
     if position := state.step % updates:
         rollout = resume_rollout(setup, questions, state.step - position + 1)
     progress = dist.progress(total_steps, "grpo", "step", initial=state.step)
@@ -216,6 +218,7 @@ def main() -> None:
                 if made.answers and not checked:
                     show(made.answers, rollout_args.num_generations)
                     check_first_rollout(setup, made.answers, rollout.figures)
+                    audit.check_first_rewards(setup, made.answers)
                     checked = True
                 state.epoch, state.offset = made.epoch, made.offset
         if stop:

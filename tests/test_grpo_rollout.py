@@ -11,13 +11,14 @@ from common import dist, run
 from common.chat import Chat
 from common.config import ModelArguments
 from common.data import Bins, collate
+from common.jsonl import write_lines
 from common.tiny import FAMILIES
 from grpo import twin
 from grpo.batches import AnswerRows, make_mini_batches, weigh
 from grpo.experience import trainer_logps
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
-from grpo.rollout import Ahead, Answer, Completion, Question, collect, completion_of, read_lines, read_questions, write_lines
+from grpo.rollout import Ahead, Answer, Completion, Question, collect, completion_of, read_lines, read_questions
 from grpo.twin import HfBackend
 
 SAMPLING = {"temperature": 0.6, "top_p": 1.0, "max_new_tokens": 12, "seed": 3, "poll": lambda: False}
