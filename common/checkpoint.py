@@ -148,6 +148,7 @@ def _rng_state() -> dict:
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda_others"] = [torch.cuda.get_rng_state(device) for device in dist.devices()[1:]]
     return state
 
 
@@ -157,6 +158,8 @@ def _set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+        for device, other in zip(dist.devices()[1:], state.get("cuda_others", []), strict=True):
+            torch.cuda.set_rng_state(other, device)
 
 
 def save(output_dir: Path, model: ShardedModel, optimizer: AdamW, state: TrainState, base: Base, extra: dict, keep: int) -> Path:

@@ -9,8 +9,9 @@ collective the watchdog would kill the job.
 import faulthandler
 import logging
 import os
+import socket
 import sys
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -19,8 +20,13 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
+# What common/hang.py looks for in `evidence_folder`: the first line of a rank's stacks (world size, host), and the name of NCCL's dumps
+STACK_HEADER = r"rank \d+ of (\d+) on (\S+), process \d+, .*\n"
+FLIGHT_PREFIX = "nccl-"
+
 _control: torch_dist.ProcessGroup | None = None
 _neighbours: dict[int, torch_dist.ProcessGroup] = {}
+_devices: list[torch.device] | None = None
 _setup_timeout: timedelta | None = None
 _stack_file = None  # an open file: faulthandler writes to its descriptor from a signal-safe thread
 _stack_seconds = 0.0
@@ -49,13 +55,15 @@ def init(setup_timeout_minutes: float = 60.0) -> None:
 
 def shutdown() -> None:
     """Ends the process group. The barrier keeps a fast rank from tearing down connections that a slow one still uses."""
-    global _control
+    global _control, _devices, _stack_file
+    rest()
     if _stack_file is not None:
-        faulthandler.cancel_dump_traceback_later()
+        _stack_file.close()
+        _stack_file = None
     if torch_dist.is_initialized():
         barrier()
         torch_dist.destroy_process_group()
-    _control = None
+    _control = _devices = None
     _neighbours.clear()
 
 
@@ -90,6 +98,19 @@ def is_main() -> bool:
 
 def device() -> torch.device:
     return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def devices() -> list[torch.device]:
+    """All devices that this process computes on: its own one, or every visible GPU after `use_all_devices`."""
+    return _devices or [device()]
+
+
+def use_all_devices() -> list[torch.device]:
+    """For a run of one process: from now on all visible GPUs are its own."""
+    global _devices
+    assert world_size() == 1
+    _devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
+    return devices()
 
 
 def control_group() -> torch_dist.ProcessGroup | None:
@@ -176,15 +197,26 @@ class main_rank_first:
         return False
 
 
+def evidence_folder(output_dir: Path) -> Path:
+    """Where this start of a run leaves what shows why it hung. A requeued job has its old id, and one restart more."""
+    return output_dir / "stacks" / f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+
+
 def watch_stacks(folder: Path, seconds: float) -> None:
-    """From now on a rank that does not call `beat()` for `seconds` writes the stacks of all its threads to `folder/rank-00012.txt`.
+    """From now on a rank that does not call `beat()` for `seconds` writes the stacks of all its threads to `folder/rank-00012.txt`, and NCCL
+    dumps its last collectives to `folder/nccl-12` when one times out. `python -m common.hang` reads both.
 
     Set below the collective timeout: when one rank is stuck, all others wait in a collective, and their stacks beside the odd one's name
     the fault before the job is killed.
     """
     global _stack_file, _stack_seconds
-    folder.mkdir(parents=True, exist_ok=True)
-    _stack_file = open(folder / f"rank-{rank():05d}.txt", "a")  # noqa: SIM115 - stays open for the life of the process
+    if _stack_file is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder.absolute() / FLIGHT_PREFIX))  # read when it dumps
+        _stack_file = open(folder / f"rank-{rank():05d}.txt", "a")  # noqa: SIM115 - stays open for the life of the process
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        print(f"rank {rank()} of {world_size()} on {host}, process {os.getpid()}, {now}", file=_stack_file, flush=True)
     _stack_seconds = seconds
     beat()
 

@@ -7,7 +7,6 @@ Never `no_sync()`: it would keep the whole model's gradient on every rank. Every
 FSDP averages over ranks: a loss that is a share of a global sum must be multiplied by the world size.
 """
 
-import hashlib
 import inspect
 import logging
 import os
@@ -26,7 +25,7 @@ from common import dist, fp8, freeze
 from common.experts import SplitExperts
 from common.families import family_of
 from common.logprobs import LogpModel
-from common.tensor_files import bytes_of
+from common.tensor_files import bytes_of, sha256_of_tensor
 from common.units import Kind, Options, Plan, Precision, make_plan
 from common.weights import Converter, Loader
 
@@ -130,7 +129,9 @@ def patch_fp8_padding() -> None:
         return
     found = [list(inspect.signature(function).parameters) for function in (padding, gather)]
     if found != [["padding_numel", "dtype", "requires_grad", "device"], ["self", "padded_unsharded_flat_param"]]:
-        raise RuntimeError(f"FSDP of torch {torch.__version__} pads and gathers in another way ({found}): FP8 weights cannot be sharded with it.")
+        raise RuntimeError(
+            f"FSDP of torch {torch.__version__} pads and gathers in another way ({found}): FP8 weights cannot be sharded with it."
+        )
 
     def construct_padding_tensor(padding_numel, dtype, requires_grad, device):
         if dtype == fp8.DTYPE:
@@ -306,7 +307,7 @@ class ShardedModel:
 
     def remember_frozen(self) -> None:
         """Takes the fingerprints that `check_frozen` compares with: sha256 of all that does not train on this rank, buffers included."""
-        self._frozen_hashes = {name: _sha256(tensor) for name, tensor in self._frozen_tensors()}
+        self._frozen_hashes = {name: sha256_of_tensor(tensor) for name, tensor in self._frozen_tensors()}
 
     def check_frozen(self) -> tuple[int, int]:
         """Compares what does not train with `remember_frozen`. Returns (tensors, bytes) on this rank; RuntimeError names what changed.
@@ -315,7 +316,7 @@ class ShardedModel:
         changed, count, size = [], 0, 0
         for name, tensor in self._frozen_tensors():
             count, size = count + 1, size + tensor.numel() * tensor.element_size()
-            if self._frozen_hashes.get(name) != _sha256(tensor):
+            if self._frozen_hashes.get(name) != sha256_of_tensor(tensor):
                 changed.append(name)
         if changed or count != len(self._frozen_hashes):
             raise RuntimeError(
@@ -343,13 +344,6 @@ class ShardedModel:
         if max_norm > 0 and gradients:
             torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
-
-
-def _sha256(tensor: torch.Tensor, chunk: int = 64 << 20) -> str:
-    digest = hashlib.sha256()
-    for part in bytes_of(tensor.detach().contiguous()).split(chunk):
-        digest.update(memoryview(part.cpu().numpy()))
-    return digest.hexdigest()
 
 
 def load_and_shard(

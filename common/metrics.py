@@ -47,7 +47,11 @@ class ModelFlops:
         def cost(name: str, parameter: nn.Parameter) -> float:
             if lowest is None or name.startswith(tuple(path + "." for path in below)):
                 return 2.0
-            if detach_moe_output and f".{moe}." in name and hasattr(model.get_submodule(name.partition(f".{moe}.")[0] + f".{moe}"), "experts"):
+            if (
+                detach_moe_output
+                and f".{moe}." in name
+                and hasattr(model.get_submodule(name.partition(f".{moe}.")[0] + f".{moe}"), "experts")
+            ):
                 return 2.0
             return 6.0 if selection is None or name in selection.names else 4.0
 
@@ -79,14 +83,21 @@ def squared_lengths(cu_seq_lens: torch.Tensor) -> float:
     return (cu_seq_lens[1:] - cu_seq_lens[:-1]).double().square().sum().item()
 
 
-def memory_gib() -> float:
-    """Peak memory of this rank's device since the last call; on a CPU what the process holds now."""
+def memory_gib(device: torch.device | None = None) -> float:
+    """Peak memory of `device` (this rank's) since the last call; on a CPU what the process holds now."""
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def memory_figures() -> dict[str, float]:
+    """Peak memory of this process's fullest device, and of each one where it has several."""
+    each = [memory_gib(device) for device in dist.devices()]
+    figures = {"perf/memory_gib": max(each)}
+    return figures if len(each) == 1 else figures | {f"perf/memory_gib_gpu{number}": peak for number, peak in enumerate(each)}
 
 
 class MetricsLog:
@@ -143,7 +154,9 @@ def _start_wandb(output_dir: Path, run_name: str, config: dict):
     try:
         import wandb
     except ImportError as error:
-        raise ImportError("report_to: wandb needs wandb. Install it: bash env/setup.sh train --with wandb (WANDB_MODE=offline works without network)") from error
+        raise ImportError(
+            "report_to: wandb needs wandb. Install it: bash env/setup.sh train --with wandb (WANDB_MODE=offline works without network)"
+        ) from error
     id_file = output_dir / "wandb_id"  # a requeued job continues the same curve
     if not id_file.exists():
         id_file.write_text(wandb.util.generate_id(), encoding="utf-8")
@@ -175,9 +188,8 @@ class Performance:
         return {
             "perf/seconds": seconds,
             "perf/tokens_per_second": tokens / seconds,
-            "perf/mfu": flops / seconds / (peak * dist.world_size()) if peak else None,
-            "perf/memory_gib": memory_gib(),
-        }
+            "perf/mfu": flops / seconds / (peak * dist.world_size() * len(dist.devices())) if peak else None,
+        } | memory_figures()
 
 
 def max_load(load: torch.Tensor) -> float:

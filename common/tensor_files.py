@@ -265,6 +265,14 @@ def write_file(file: Path, specs: list[Spec], tensor_of: Callable[[str], Tensor]
     return hashes
 
 
+def sha256_of_tensor(tensor: Tensor, chunk: int = 64 << 20) -> str:
+    """sha256 of a tensor's bytes, on any device, `chunk` of them on the host at a time."""
+    digest = hashlib.sha256()
+    for part in bytes_of(tensor.detach().contiguous()).split(chunk):
+        digest.update(memoryview(part.cpu().numpy()))
+    return digest.hexdigest()
+
+
 def sha256_of(folder: Path, entry: Entry) -> str:
     """sha256 of one tensor's bytes on the disk, READ_BYTES in memory at a time."""
     digest = hashlib.sha256()
