@@ -1,6 +1,6 @@
 """Compares the nodes of a job and tests the connections between them. slurm/preflight.sh runs it on every node at once.
 
-    python slurm/check_nodes.py --meet node001:20001 --nodes 12 --node 3 --name node004 --gpus 8 --share /scratch/me/check
+    python slurm/check_nodes.py --meet node001:20001 --nodes 12 --node 3 --gpus 8 --share /scratch/me/check
 
 Every node says what it has over one store on the first node: packages, files of this repository, driver, clock. Each then finds out by itself
 whether it is the odd one: most of the others agree on something else. A sum over all GPUs follows; where it fails, neighbours test each other
@@ -256,7 +256,6 @@ def main() -> int:
     parser.add_argument("--meet", required=True, help="address:port on the first node")
     parser.add_argument("--nodes", required=True, type=int)
     parser.add_argument("--node", required=True, type=int, help="number of this node, from 0")
-    parser.add_argument("--name", required=True, help="of this node, for messages")
     parser.add_argument("--gpus", required=True, type=int, help="of each node; 0: the sum runs on the CPU")
     parser.add_argument("--share", required=True, help="a folder that all nodes must see")
     parser.add_argument("--packages", help="write the list of installed packages there")

@@ -306,6 +306,8 @@ end_attempt() {
     idle=$(cat "$RUN/attempts/idle" 2>/dev/null || echo 0)
     if [ "$after" = "$checkpoint_before" ]; then idle=$((idle + 1)); else idle=0; fi
     echo "$idle" >"$RUN/attempts/idle"
+    # Slurm's own kill may leave the step with a good exit code
+    if [ $terminated = 1 ] && [ "$code" = 0 ] && [ ! -e "$RUN/DONE" ] && [ $stopping = 0 ]; then code=143; fi
     trap '' USR1 # a second signal must not interrupt what follows
 
     if [ "$code" = 0 ] && [ -e "$RUN/DONE" ]; then
