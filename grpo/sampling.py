@@ -35,13 +35,13 @@ def collapse_probability(p: float, num_generations: int) -> float:
     return p**num_generations + (1 - p) ** num_generations
 
 
-def expected_collapse(k: int, n: int, num_generations: int) -> float:
-    """The same where k of n answers were right: mean over what the pass rate may be (Beta(k + 1, n - k + 1), from a uniform prior)."""
+def expected_collapse(k: int, n: int, num_generations: int, prior: tuple[float, float] = (1.0, 1.0)) -> float:
+    """The same where k of n answers were right: mean over what the pass rate may be (from a Beta prior, uniform if nothing else is given)."""
 
     def log_beta(a: float, b: float) -> float:
         return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
-    right, wrong = k + 1, n - k + 1
+    right, wrong = k + prior[0], n - k + prior[1]
     whole = log_beta(right, wrong)
     return math.exp(log_beta(right + num_generations, wrong) - whole) + math.exp(log_beta(right, wrong + num_generations) - whole)
 
