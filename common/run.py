@@ -48,6 +48,7 @@ def start(output_dir: Path, args: TrainArguments) -> None:
             _claim(output_dir)
             if args.resume not in ("auto", "none"):
                 checkpoint.check_named(Path(args.resume))  # before a large model is loaded
+    dist.watch_stacks(dist.evidence_folder(output_dir), 0.8 * 60 * args.setup_timeout_minutes)
     dist.setup_logging(output_dir / "run.log")
     seed = args.seed * 1_000_003 + dist.rank()
     random.seed(seed)
@@ -307,7 +308,7 @@ class StepGuard:
         if self.first:  # loading, compiling and the first step are over: from now on a long wait is a fault
             self.first = False
             dist.set_timeout(self.args.collective_timeout_minutes)
-            dist.watch_stacks(Path(self.args.output_dir) / "stacks", 0.8 * 60 * self.args.collective_timeout_minutes)
+            dist.watch_stacks(dist.evidence_folder(Path(self.args.output_dir)), 0.8 * 60 * self.args.collective_timeout_minutes)
         dist.beat()
         return grad_norm, skip
 
