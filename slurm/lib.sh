@@ -278,6 +278,7 @@ first_failure() {
             earliest=$when first="$host $status ${file##*exit-}"
         fi
     done
+    [ -e "$ATTEMPT/python" ] || return 0 # training had not been started
     if [ -z "$first" ]; then
         say "no node reported why it ended (killed?): see the logs in $ATTEMPT, and sacct -j $JOB"
         return 0
@@ -300,14 +301,14 @@ end_attempt() {
     local code=$1 what=${2:-} idle after
     stop_servers
     [ $servers_lost = 0 ] || [ "$code" != 0 ] || code=1
+    # cancelled before the run itself was started
+    if [ $terminated = 1 ] && [ "$code" = 0 ] && [ ! -e "$RUN/DONE" ] && [ $stopping = 0 ]; then code=143; fi
     after=$(newest_checkpoint)
     printf '%s\n' "$code" >"$ATTEMPT/exit_code"
     say "attempt ${ATTEMPT##*/} ended with exit code $code, newest checkpoint: $after"
     idle=$(cat "$RUN/attempts/idle" 2>/dev/null || echo 0)
     if [ "$after" = "$checkpoint_before" ]; then idle=$((idle + 1)); else idle=0; fi
     echo "$idle" >"$RUN/attempts/idle"
-    # Slurm's own kill may leave the step with a good exit code
-    if [ $terminated = 1 ] && [ "$code" = 0 ] && [ ! -e "$RUN/DONE" ] && [ $stopping = 0 ]; then code=143; fi
     trap '' USR1 # a second signal must not interrupt what follows
 
     if [ "$code" = 0 ] && [ -e "$RUN/DONE" ]; then

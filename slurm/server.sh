@@ -25,21 +25,19 @@ main() {
     export VLLM_HOST_IP=${addresses[NODE_RANK]} # where the server's own nodes reach each other; its guess may be another network's address
     unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT # of the trainer: would be taken for the server's own
 
-    # the command `vllm serve`: only it knows --headless
-    command=("$python" -m vllm.entrypoints.cli.main serve "$MODEL" --tensor-parallel-size "$TENSOR_PARALLEL"
-        --weight-transfer-config '{"backend": "c10d"}' --worker-extension-cls common.vllm_worker.WorkerExtension
-        --logprobs-mode processed_logprobs)
+    if [ "$NODE_RANK" = 0 ]; then
+        # Its control routes have no password: bound to the address inside the cluster, not to all.
+        command=("$python" -m vllm.entrypoints.openai.api_server --model "$MODEL" --host "${addresses[0]}" --port "$SERVER_PORT")
+    else
+        command=("$python" -m vllm.entrypoints.cli.main serve "$MODEL" --headless) # only this form of the command knows --headless
+    fi
+    command+=(--tensor-parallel-size "$TENSOR_PARALLEL" --weight-transfer-config '{"backend": "c10d"}'
+        --worker-extension-cls common.vllm_worker.WorkerExtension --logprobs-mode processed_logprobs)
     # The route that takes ids and tells the weights' version of every token; a vLLM without it refuses the option.
     site=("${python%/bin/python}"/lib/python3*/site-packages/vllm/entrypoints)
     if grep -rqs --include='*.py' enable_scale_out "${site[0]}"; then command+=(--enable-scale-out); fi
     if [ "$NODES_PER_SERVER" -gt 1 ]; then
         command+=(--nnodes "$NODES_PER_SERVER" --node-rank "$NODE_RANK" --master-addr "${addresses[0]}" --master-port "${SERVER_INNER_PORT:?}")
-    fi
-    if [ "$NODE_RANK" = 0 ]; then
-        # Its control routes have no password: bound to the address inside the cluster, not to all.
-        command+=(--host "${addresses[0]}" --port "$SERVER_PORT")
-    else
-        command+=(--headless)
     fi
     exec "${command[@]}" "$@" >>"$ATTEMPT/server-$SERVER_INDEX-$HOST.log" 2>&1
 }
