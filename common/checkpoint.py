@@ -4,6 +4,7 @@
                         parameters.json      {name: [shape, dtype]} of the parameters, and what they are a change of; where only some
                                              experts train, a parameter's rows are those experts'
                         trainer_state.json   step, epoch, data position, batch size, ...
+                        adapter/             where adapters train: the same in peft's format, for use elsewhere
                         COMPLETE             written last; a folder without it does not exist for resume
 
 Each rank writes its own flat shards and reads whatever overlaps its own: nothing is gathered, in memory or over the network, and any world size
@@ -26,8 +27,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from common import dist
+from common import dist, lora
 from common.fsdp import ShardedModel
+from common.lora import Adapters
 from common.optim import AdamW
 
 log = logging.getLogger(__name__)
@@ -180,11 +182,20 @@ def save(output_dir: Path, model: ShardedModel, optimizer: AdamW, state: TrainSt
     )
     names = {s.name: [list(s.shape), str(s.tensor.dtype).removeprefix("torch.")] for s in model.trained_shards()}
     every = {name: entry for part in dist.gather_objects(names) for name, entry in part.items()}
-    experts = {name: list(ids) for name, ids in model.trained_experts().items() if ids is not None}
+    trained, adapters = model.trained_parameters(), model.adapters
+    content = {
+        "base": asdict(base),
+        "parameters": every,
+        "experts": {name: list(ids) for name, ids in trained.items() if ids is not None},
+        "adapters": adapters and adapters.to_dict(),
+    }
+    named = model.gather_adapters() if adapters else {}
     with dist.main_rank_first() as mine:
         if mine:
-            assert set(every) == model.trained_names()
-            _write_json(temporary / "parameters.json", {"base": asdict(base), "parameters": every, "experts": experts})
+            assert set(every) == set(trained)
+            _write_json(temporary / "parameters.json", content)
+            if adapters:
+                lora.write_adapter(temporary / "adapter", named, adapters, base.path)
             counts = {"optimizer_steps": optimizer.steps, "world_size": dist.world_size()}
             _write_json(temporary / "trainer_state.json", asdict(state) | counts | extra)
             _publish(temporary, final)
@@ -285,10 +296,13 @@ def load(folder: Path, model: ShardedModel, optimizer: AdamW, base: Base) -> tup
             f"{folder} was trained from {saved.base}, whose weights are not those of {base.path}. "
             f"Point model_name_or_path at the same base, or start anew with --resume none in another output_dir."
         )
-    missing, unknown = sorted(model.trained_names() - saved.names), sorted(saved.names - model.trained_names())
+    if saved.adapters != model.adapters:
+        raise ValueError(f"{folder} was trained with {saved.adapters or 'no adapters'}, this run has {model.adapters or 'none'}")
+    trained = model.trained_parameters()
+    missing, unknown = sorted(trained.keys() - saved.names), sorted(saved.names - trained.keys())
     if missing or unknown:
         raise ValueError(f"{folder} holds other trained parameters: missing {missing[:10]}, not trained now {unknown[:10]}")
-    if other := sorted(name for name, ids in model.trained_experts().items() if saved.experts(name) != ids):
+    if other := sorted(name for name, ids in trained.items() if saved.experts(name) != ids):
         raise ValueError(f"{folder} was trained with another expert_mask: other experts of {other[:10]}")
     same_world = extra["world_size"] == dist.world_size()
     optimizer.set_steps(extra["optimizer_steps"])
@@ -323,6 +337,7 @@ class SavedParameters:
         self.num_layers: int | None = content["base"]["num_layers"]
         self._entries: dict[str, list] = content["parameters"]
         self._experts: dict[str, list[int]] = content.get("experts", {})
+        self.adapters = Adapters.from_dict(content.get("adapters"))
 
     @property
     def names(self) -> set[str]:

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _flat_param
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from common import dist, fp8, freeze
+from common import dist, fp8, freeze, lora
 from common.experts import SplitExperts
 from common.families import family_of
 from common.logprobs import LogpModel
@@ -171,6 +171,7 @@ class ShardedModel:
                 first = self._names(path, module)[0]
                 self._parts[owner[plan.origins[first].name if first in plan.origins else first]].append((path, module))
         self._frozen_hashes: dict[str, str] = {}
+        self.adapters = plan.adapters
 
     def __call__(self, *args, **kwargs):
         output = self.root(*args, **kwargs)
@@ -220,12 +221,14 @@ class ShardedModel:
                 names, parameters = self._names(path, module), module._handle.flat_param._params
                 yield from (name for name, parameter in zip(names, parameters, strict=True) if parameter.requires_grad)
 
-    def trained_names(self) -> set[str]:
-        """Names of all parameters that train, whole or in part, the same on every rank."""
-        return set(self.trained_experts())
-
     def trained_experts(self) -> dict[str, tuple[int, ...] | None]:
-        """Names of all parameters that train -> ids of the experts that do, or None: all of the parameter."""
+        """Names of the model's tensors that training changes -> ids of the experts that do, or None: all of the tensor. The same on all ranks.
+
+        Where adapters train, these are the weights that they belong to."""
+        return {lora.weight_name(name) or name: experts for name, experts in self.trained_parameters().items()}
+
+    def trained_parameters(self) -> dict[str, tuple[int, ...] | None]:
+        """Names of all parameters that the optimizer updates -> ids of the experts that train, or None: all of the parameter."""
         origins = self.plan.origins
         return {
             (origins[name].name if name in origins else name): (origins[name].experts if name in origins else None)

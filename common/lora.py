@@ -12,19 +12,19 @@ import json
 import math
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common import freeze
+from common import fp8, freeze
 from common.config import ModelArguments
 from common.freeze import Selection
+from common.tensor_files import Spec, write_file
+from common.weights import Converter
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PARAMETER = re.compile(r"(.*)\.lora\.([AB])")
@@ -83,10 +83,10 @@ def _add_adapter(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) 
     return output + linear.lora(inputs[0])
 
 
-def add(model: PreTrainedModel, adapters: Adapters, trainable_layers: str = "all") -> tuple[Adapters, Selection]:
+def add(model: PreTrainedModel, adapters: Adapters, trainable_layers: str, dtype: torch.dtype) -> tuple[Adapters, Selection]:
     """Gives every target in the chosen layers of a model on meta its adapter: (adapters with the layers filled in, what trains).
 
-    A and B have no values before `initialise`. ValueError where a target names no linear layer.
+    A and B have `dtype`, and no values before `initialise`. ValueError where a target names no linear layer.
     """
     paths = model.decoder_layer_paths
     layers = freeze.parse_layers(trainable_layers, len(paths))
@@ -99,7 +99,7 @@ def add(model: PreTrainedModel, adapters: Adapters, trainable_layers: str = "all
             linears.add(leaf)
             if leaf not in adapters.targets or number not in layers:
                 continue
-            module.lora = Lora(module.out_features, module.in_features, adapters, module.weight.dtype)
+            module.lora = Lora(module.out_features, module.in_features, adapters, dtype)
             module.register_forward_hook(_add_adapter)
             names += [f"{path}.{name}.lora.A", f"{path}.{name}.lora.B"]
             found.add(leaf)
@@ -148,6 +148,15 @@ def merge(weight: Tensor, named: dict[str, Tensor], weight_of: str, scale: float
     return (weight.float() + scale * (B @ A)).to(weight.dtype)
 
 
+def base_weights(converter: Converter, names: list[str]) -> dict[str, Tensor]:
+    """Weights of the base checkpoint, on the CPU, in its dtype; FP8 ones in bf16."""
+    weights = converter.read(names)
+    for name, scale in converter.read_scales(names).items():
+        name = name.removesuffix(fp8.SCALE_SUFFIX)
+        weights[name] = fp8.dequantise(weights[name], scale, converter.block, torch.bfloat16)
+    return weights
+
+
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -161,21 +170,18 @@ def peft_name(name: str) -> str:
 def write_adapter(folder: Path, named: dict[str, Tensor], adapters: Adapters, base: str) -> None:
     """Writes adapter_config.json and adapter_model.safetensors (fp32), as `peft.PeftModel.from_pretrained(base model, folder)` reads them.
 
-    named: all adapters' parameters under their names in the model. base: the base checkpoint's path, for the record. The folder appears
-    under its name when it is complete; an older one is replaced.
+    named: all adapters' parameters under their names in the model. base: the base checkpoint's path, for the record. `folder` is made.
     """
-    partial = folder.with_name(folder.name + ".incomplete")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tensors = {peft_name(name): tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in named.items()}
-    save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-    alpha = int(adapters.alpha) if float(adapters.alpha).is_integer() else adapters.alpha
+    folder.mkdir()
+    tensors = {peft_name(name): tensor.detach().to("cpu", torch.float32) for name, tensor in named.items()}
+    specs = [Spec(name, torch.float32, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_file(folder / WEIGHTS_FILE, specs, tensors.get)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(adapters.alpha) if float(adapters.alpha).is_integer() else adapters.alpha,
         "lora_dropout": adapters.dropout,
         "target_modules": list(adapters.targets),
         "layers_to_transform": None if adapters.layers is None else list(adapters.layers),
@@ -184,15 +190,7 @@ def write_adapter(folder: Path, named: dict[str, Tensor], adapters: Adapters, ba
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for file in partial.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(partial, folder)
-
-
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an adapter folder, under the names of peft's file."""
-    return load_file(folder / WEIGHTS_FILE)
+    with open(folder / CONFIG_FILE, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

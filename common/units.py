@@ -17,6 +17,7 @@ from common import fp8
 from common.experts import SplitExperts, split_experts
 from common.families import Family
 from common.freeze import Selection
+from common.lora import Adapters
 from common.weights import Converter
 
 
@@ -47,6 +48,7 @@ class Options:
     detach_moe_output: bool = False
     expert_units_per_layer: int = 1
     frozen_shard_ranks: int | None = None  # frozen units are sharded over groups of so many neighbouring ranks; None: over all
+    adapters: Adapters | None = None
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Plan:
     replicated: set[str] = field(default_factory=set)  # parameters that are not sharded
     origins: dict[str, Origin] = field(default_factory=dict)  # parameter in memory -> where it comes from, for split experts
     cut_experts: bool = False
+    adapters: Adapters | None = None
 
 
 def make_plan(model: PreTrainedModel, converter: Converter, precision: Precision, options: Options) -> Plan:
@@ -80,7 +83,7 @@ def make_plan(model: PreTrainedModel, converter: Converter, precision: Precision
     selection, family = options.selection, options.family
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in selection.names)
-    plan = Plan(cut_experts=options.expert_units_per_layer > 1)
+    plan = Plan(cut_experts=options.expert_units_per_layer > 1, adapters=options.adapters)
     _split(model, options)
     for path, module in model.named_modules():
         if isinstance(module, SplitExperts):

@@ -71,34 +71,23 @@ class HfBackend:
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].prompt_ids), i))
         mine = [(prompts[i], sample) for i in order for sample in range(num_generations)][dist.rank() :: dist.world_size()]
         self._check_fit(max(len(prompt.prompt_ids) for prompt in prompts) + max_new_tokens, min(self.batch_size, max(len(mine), 1)))
-        completions: list[Completion] = []
         self._fill()
         try:
-            with torch.random.fork_rng(devices=[dist.device()] if torch.cuda.is_available() else []):
-                torch.manual_seed(random.Random(f"{seed} {dist.rank()}").getrandbits(63))
-                reported = time.monotonic()
-                for first in range(0, len(mine), self.batch_size):
-                    if poll():
-                        break
-                    batch = mine[first : first + self.batch_size]
-                    answers = sample_batch(
-                        self.twin,
-                        [prompt.prompt_ids for prompt, _ in batch],
-                        self.stop_ids,
-                        self.pad_id,
-                        temperature=temperature,
-                        top_p=top_p,
-                        max_new_tokens=max_new_tokens,
-                        poll=poll,
-                    )
-                    for (prompt, sample), (ids, logps, reason) in zip(batch, answers, strict=True):
-                        completions.append(Completion(prompt.id, sample, ids, logps, reason, [(self.version, 0, len(ids))]))
-                    if time.monotonic() > reported + 60:
-                        reported = time.monotonic()
-                        log.info("rollout: %d of %d answers of this rank", len(completions), len(mine))
+            return sample_all(
+                self.twin,
+                mine,
+                self.batch_size,
+                self.stop_ids,
+                self.pad_id,
+                version=self.version,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                max_new_tokens=max_new_tokens,
+                poll=poll,
+            )
         finally:
             self._free()
-        return completions
 
     def _check_fit(self, length: int, batch_size: int) -> None:
         """RuntimeError, with figures, where the twin and its cache have no room beside what is in memory now. The same answer on all ranks."""
@@ -214,6 +203,37 @@ class PollStop(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
         return torch.full((len(input_ids),), self.poll(), dtype=torch.bool, device=input_ids.device)
+
+
+def sample_all(
+    model: PreTrainedModel,
+    wanted: list[tuple[Prompt, int]],
+    batch_size: int,
+    stop_ids: list[int],
+    pad_id: int,
+    *,
+    version: int,
+    seed: int,
+    poll: Callable[[], bool],
+    **sampling,
+) -> list[Completion]:
+    """One answer for each (prompt, number of the sample), `batch_size` at a time; after a stop those that are there by then. Torch's
+    generators are left as they were."""
+    completions: list[Completion] = []
+    with torch.random.fork_rng(devices=[dist.device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(random.Random(f"{seed} {dist.rank()}").getrandbits(63))
+        reported = time.monotonic()
+        for first in range(0, len(wanted), batch_size):
+            if poll():
+                break
+            batch = wanted[first : first + batch_size]
+            answers = sample_batch(model, [prompt.prompt_ids for prompt, _ in batch], stop_ids, pad_id, poll=poll, **sampling)
+            for (prompt, sample), (ids, logps, reason) in zip(batch, answers, strict=True):
+                completions.append(Completion(prompt.id, sample, ids, logps, reason, [(version, 0, len(ids))]))
+            if time.monotonic() > reported + 60:
+                reported = time.monotonic()
+                log.info("rollout: %d of %d answers of this rank", len(completions), len(wanted))
+    return completions
 
 
 @torch.no_grad()
