@@ -23,7 +23,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Order
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
-from grpo import audit, objectives
+from grpo import audit, objectives, one_node
 from grpo.batches import MicroBatch
 from grpo.experience import (
     GRPOTrainArguments,
@@ -134,6 +134,8 @@ def make_backend(
     if not stop_ids:
         raise ValueError("neither tokenizer nor generation_config.json names a token that ends an answer")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
+    if model_args.quantization == "nf4":
+        return one_node.OneNodeBackend(model, stop_ids=stop_ids, pad_id=pad_id, batch_size=rollout_args.rollout_batch_size)
     return HfBackend(model, model_args, stop_ids=stop_ids, pad_id=pad_id, batch_size=rollout_args.rollout_batch_size)
 
 
@@ -179,7 +181,10 @@ def main() -> None:
         steps_per_epoch,
     )
 
-    model = run.build_model(model_args)
+    if model_args.quantization == "nf4":
+        model = one_node.build_model(model_args, data_args, rollout_args, args, [*questions, *held_out])
+    else:
+        model = run.build_model(model_args)
     reference = ReferenceWeights(model.sharded) if objective.beta > 0 else None  # before a resume changes the weights
     optimizer = AdamW(model.sharded.trained_shards(), model_args, args)
     state = run.resume(output_dir, args, model, optimizer, identity)
@@ -240,7 +245,8 @@ def main() -> None:
         else:
             loss, figures, balance, load = forward_backward(setup, batches)
             drift = figures.pop("drift")
-            if position == 0 and rollout.first_step == first_step + 1:
+            # Fresh adapters add nothing, dropped out or not; trained ones add another sum in each pass.
+            if position == 0 and rollout.first_step == first_step + 1 and not (first_step and model_args.drops_out):
                 check_first_ratio(drift, model_args.compute_dtype)
             where = rollout_path(output_dir, "step", rollout.first_step)
             grad_norm, skipped = guard.step(loss, lr, lambda where=where: f"those of {where}")
