@@ -405,7 +405,8 @@ def print_curve(title: str, parts: list[dict]) -> None:
         steps = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
         line = f"step {steps:<10}  {row['answers']:>7}  " + (f"{row['reward']:7.4f}" if row["reward"] is not None else "      -")
         if "difference" in row:
-            line += f"   {row['difference']:+.4f}  95 % {row['low']:+.4f} to {row['high']:+.4f}  ({row['paired_prompts']} prompts)"
+            interval = f"95 % {row['low']:+.4f} to {row['high']:+.4f}, " if "low" in row else ""
+            line += f"   {row['difference']:+.4f} ({interval}{row['paired_prompts']} prompts)"
         print(line)
 
 

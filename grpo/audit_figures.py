@@ -35,7 +35,8 @@ def curve(rollouts: dict[int, list[dict]], baseline: dict[str, float], most: int
         row["reward"] = mean(line["reward"] for step in part for line in rollouts[step])
         if differences:
             difference, low, high = mean_interval(differences)
-            row |= {"paired_prompts": len(differences), "difference": difference, "low": low, "high": high}
+            row |= {"paired_prompts": len(differences), "difference": difference}
+            row |= {"low": low, "high": high} if len(differences) > 1 else {}  # one prompt says nothing of the others
         result.append(row)
     return result
 
