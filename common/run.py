@@ -169,6 +169,8 @@ def build_model(args: ModelArguments, trainable: str | None = None) -> Model:
     trainable: instead of the options' own, e.g. `none` for a model that is only run.
     """
     path = args.model_name_or_path
+    if args.quantization != "none":
+        raise ValueError(f"quantization: {args.quantization} is for python -m grpo.train.")
     attention.register()
     skeleton = build_skeleton(
         path, attn_implementation=args.attn_implementation, num_layers=args.debug_num_layers, decoder_layer=args.decoder_layer
