@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -78,7 +78,7 @@ def generate(
     """
     wanted = {ask.id: ask for ask in asks}
     if len(wanted) != len(asks):
-        raise ValueError(f"two questions have the id {next(ask.id for ask in asks if wanted[ask.id] is not ask)!r}")
+        raise ValueError(f"two questions have the id {Counter(ask.id for ask in asks).most_common(1)[0][0]!r}")
     _check_meta(Path(output), source.identity(), sampling)
     with AppendLog(output) as answers:
         done: dict[tuple[str, int], dict] = {}
@@ -279,15 +279,17 @@ class Servers:
         flights: dict[Future, tuple[Pair, Http]] = {}
         heard = time.monotonic()  # from any server
         looked, silent = time.monotonic(), dict.fromkeys(self.servers, 0)  # a server that hangs keeps its connections open
+        end: Exception | None = None  # why to stop when what is in flight is done
         pool = ThreadPoolExecutor(self.concurrency * len(self.servers))
         try:
-            while waiting or flights:
+            while (waiting and end is None) or flights:
                 for server in [server for server, when in down.items() if time.monotonic() >= when]:
                     if self._healthy(server):
                         del down[server]
                     else:
                         down[server] = time.monotonic() + 5
-                self._submit(pool, waiting, flights, down, bodies, sampling)
+                if end is None:
+                    self._submit(pool, waiting, flights, down, bodies, sampling)
                 if not flights:
                     if time.monotonic() > heard + self.wait_seconds:
                         raise RuntimeError(
@@ -309,10 +311,12 @@ class Servers:
                         batch.append((pair, future.result()))
                         heard = time.monotonic()
                     except ServerError as error:
-                        self._failed(error, pair, server, tries, down)
+                        end = end or self._failed(error, pair, server, tries, down)
                         waiting.appendleft(pair)
                 if batch:
                     yield batch
+            if end is not None:
+                raise end
         finally:
             for server in self.servers:
                 server.interrupt()
@@ -329,17 +333,19 @@ class Servers:
             body = bodies[ask.id] | {"seed": _seed(sampling.seed, ask.id, sample)}
             flights[pool.submit(self._ask, server, body)] = (pair, server)
 
-    def _failed(self, error: ServerError, pair: Pair, server: Http, tries: dict, down: dict) -> None:
+    def _failed(self, error: ServerError, pair: Pair, server: Http, tries: dict, down: dict) -> Exception | None:
+        """What ends the whole, where trying again would not help."""
         if error.status is not None and error.status < 500 and error.status != 429:
-            raise ValueError(f"question {pair[0].id} was refused: {error}") from None
+            return ValueError(f"question {pair[0].id} was refused: {error}")
         tries[pair[0].id, pair[1]] = tried = tries.get((pair[0].id, pair[1]), 0) + 1
         if tried >= self.MAX_TRIES:
-            raise RuntimeError(f"question {pair[0].id} failed {tried} times, last: {error}. What was made is kept.") from None
+            return RuntimeError(f"question {pair[0].id} failed {tried} times, last: {error}. What was made is kept.")
         if error.status is None and server not in down:
             log.warning("%s is left out until it answers again: %s", server.url, error)
         elif error.status is not None:
             log.warning("question %s, try %d: %s", pair[0].id, tried, error)
         down[server] = time.monotonic() + 1
+        return None
 
     def _healthy(self, server: Http) -> bool:
         try:

@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class FakeChat:
     """answer(body, number of the request) -> a string or object (content of the reply), or one of `status`, `hang`, `drop`, `cut`, `raw` below.
 
-    A context manager. `bodies` and `headers` of what was asked; `most` requests that were in flight at a time.
+    It serves one model, as vLLM does. A context manager. `bodies` and `headers` of what was asked; `most` requests that were in flight at a time.
     """
 
-    def __init__(self, answer):
+    def __init__(self, answer, model: str = "fake"):
+        self.model = model
         self.answer, self.bodies, self.headers, self.most = answer, [], [], 0
         self._in_flight, self._lock, self._released = 0, threading.Lock(), threading.Event()
         server = self
@@ -20,8 +21,15 @@ class FakeChat:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def do_GET(self):
+                known = {"/health": {}, "/v1/models": {"data": [{"id": server.model, "root": server.model}]}}
+                server.send(self, 200 if self.path in known else 404, json.dumps(known.get(self.path)).encode())
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path != "/v1/chat/completions":
+                    server.send(self, 404, b"{}")
+                    return
                 with server._lock:
                     server.bodies.append(body)
                     server.headers.append({name.lower(): value for name, value in self.headers.items()})
