@@ -79,7 +79,9 @@ def trl_side(args) -> None:
         optim="adamw_torch_fused",
         router_aux_loss_coef=0.0,
     )
-    trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(args.model), callbacks=[Clock()])
+    trainer = SFTTrainer(
+        model, args=config, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(args.model), callbacks=[Clock()]
+    )
     trainer.train()
     if int(os.environ["RANK"]) == 0:
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
