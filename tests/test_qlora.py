@@ -1,7 +1,6 @@
 """A 4-bit base on one node: the arithmetic of NF4, memory plans, the model against dense weights and peft, runs as a user starts them."""
 
 import json
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from common.config import ModelArguments
 from common.lora import Adapters
 from common.one_node import Work, plan_memory
 from common.skeleton import build_skeleton
-from tests.conftest import read_metrics
+from tests.conftest import ROOT, read_metrics
 from tests.test_grpo import tensors_of, write_colours
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
