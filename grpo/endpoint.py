@@ -24,7 +24,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -120,6 +120,7 @@ class Request:
     messages: list[dict]
     schema: dict | None = None
     temperature: float | None = None  # default: the endpoint's
+    seed: int | None = None
     max_tokens: int | None = None
 
 
@@ -243,8 +244,9 @@ class Endpoint:
             "temperature": config.temperature if request.temperature is None else request.temperature,
             "max_completion_tokens": request.max_tokens or config.max_tokens,
         }
-        if config.seed is not None:
-            body["seed"] = config.seed
+        seed = config.seed if request.seed is None else request.seed
+        if seed is not None:
+            body["seed"] = seed
         if request.schema is not None:
             form = {"name": "answer", "schema": request.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -374,8 +376,3 @@ def schema_fault(value, schema: dict, where: str = "the answer") -> str | None:
         parts = ((value[name], part, name) for name, part in schema.get("properties", {}).items() if name in value)
         return next((fault for item, part, name in parts if (fault := schema_fault(item, part, name))), None)
     return None
-
-
-def describe(config: EndpointConfig) -> dict:
-    """The configuration for a record: it holds no key, only the name of its variable."""
-    return asdict(config)

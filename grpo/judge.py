@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import statistics
 import sys
 import time
@@ -33,15 +32,13 @@ from common.jsonl import AppendLog
 from grpo import rewards
 from grpo.endpoint import Endpoint, EndpointConfig, EndpointError, Request, from_mapping, read_mapping
 from grpo.formats import format_rule
+from grpo.prompt_files import read_prompt
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "JUDGE_CONFIG"
 TEMPLATES = Path(__file__).with_name("judge_templates")
 LANGUAGES = ("en", "ja")
-USER_PART = "=== user ==="
-FIELD = re.compile(r"\{\{(question|reference|answer)\}\}")
-TAG = re.compile(r"<(?=\s*/?\s*(question|reference|answer)\b)", re.IGNORECASE)
 
 ACCURACY = {
     "type": "object",
@@ -98,7 +95,10 @@ class Judge:
             raise ValueError(f"{path}: endpoint must hold base_url, model and so on")
         self.endpoint = Endpoint(from_mapping(EndpointConfig, self.config.endpoint, f"{path}: endpoint"))
         folder = Path(self.config.templates or TEMPLATES / self.config.language)
-        self.templates = {stage: _read_template(folder / f"{stage}.md") for stage in ("accuracy", "helpfulness")}
+        fields = {"question", "answer"}
+        self.templates = {
+            name: read_prompt(folder / f"{name}.md", fields, frozenset({"reference"})) for name in ("accuracy", "helpfulness")
+        }
         self.rule = None if self.config.accuracy == "judge" else rewards.load_function(self.config.accuracy)
         self.format = None
         if self.config.format is not None:
@@ -153,15 +153,9 @@ class Judge:
         for answer in unique:
             i = index_of[answer]
             texts = {"question": question_text(prompts[i]), "reference": self._reference(columns, i), "answer": answer}
-            requests.append(Request(self._messages(stage, texts), schema))
+            requests.append(Request(self.templates[stage].messages(**texts), schema))
         replies = dict(zip(unique, self.endpoint.complete(requests, until=until), strict=True))
         return {i: (replies[answer].data, replies[answer].failure) for i, answer in asked.items()}
-
-    def _messages(self, stage: str, texts: dict[str, str]) -> list[dict]:
-        """The template with its fields filled in one pass; no text can close the tags around it."""
-        system, user = self.templates[stage]
-        filled = FIELD.sub(lambda match: TAG.sub("‹", texts[match[1]]), user)
-        return [{"role": "system", "content": system}, {"role": "user", "content": filled}]
 
     def _reference(self, columns: dict, i: int) -> str:
         parts = []
@@ -207,20 +201,6 @@ class Judge:
                               "tokens_out": counters.tokens_out, "cost": counters.cost},
                 }
             )  # fmt: skip
-
-
-def _read_template(path: Path) -> tuple[str, str]:
-    """(system part, user part)."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the judge's template {path}: {error}") from error
-    system, mark, user = text.partition(USER_PART)
-    if not mark or "{{answer}}" not in user or "{{question}}" not in user:
-        raise ValueError(
-            f"{path}: a template has a system part, a line {USER_PART}, and a user part with {{{{question}}}} and {{{{answer}}}}"
-        )
-    return system.strip(), user.strip()
 
 
 def answer_of(text: str) -> str:
@@ -285,6 +265,12 @@ def helpfulness(prompts, completions, **columns) -> list[float | None]:
     return [verdict.helpfulness for verdict in verdicts]
 
 
+def _has_form(text: str) -> bool:
+    judge = current()
+    return judge.format is None or judge.format[0](text)
+
+
+gated.format_rule = _has_form
 for _function in (gated, accuracy, helpfulness):
     _function.prepare = current  # a wrong configuration ends the run before the first rollout
 
