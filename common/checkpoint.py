@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -175,11 +176,16 @@ def save(output_dir: Path, model: ShardedModel, optimizer: AdamW, state: TrainSt
         if mine:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-    dcp.save(
-        _model_state(model) | _optimizer_state(optimizer) | {f"rng.rank{dist.rank()}": _rng_state()},
-        storage_writer=dcp.FileSystemWriter(temporary, sync_files=True, single_file_per_rank=True),
-        process_group=dist.control_group(),
-    )
+    try:
+        dcp.save(
+            _model_state(model) | _optimizer_state(optimizer) | {f"rng.rank{dist.rank()}": _rng_state()},
+            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True, single_file_per_rank=True),
+            process_group=dist.control_group(),
+        )
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch names neither the file nor what is left of older ones
+        raise RuntimeError(
+            f"cannot write {temporary} (disk or quota full?); older checkpoints of {output_dir} are as they were: {error}"
+        ) from error
     names = {s.name: [list(s.shape), str(s.tensor.dtype).removeprefix("torch.")] for s in model.trained_shards()}
     every = {name: entry for part in dist.gather_objects(names) for name, entry in part.items()}
     trained, adapters = model.trained_parameters(), model.adapters

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from common import chat as chat_module
 from common import rows as rows_module
 from common.chat import BadRow, Chat, Example, Rendered, generation_stop_ids
-from common.rows import Unit, read_unit, row_weight, split_into_units
+from common.rows import Unit, read_unit, row_weight, split_into_units, unused_columns
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ def tokenize_files(
         _build(path, [str(f) for f in files], tokenizer, settings, num_workers, progress)
     dataset = TokenizedDataset.open(path)
     logger.info("%s: %s", ", ".join(map(str, files)), dataset.summary())
+    for message in (line for file in map(str, files) for line in unused_columns(file)):
+        logger.warning(message)
     for message in dataset.report["bad_rows"]:
         logger.warning("skipped %s", message)
     for note, count in dataset.report["notes"].items():

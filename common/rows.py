@@ -4,6 +4,7 @@ JSON Lines are cut into ranges of bytes: a line belongs to the range in which it
 rows count from 1 inside a unit; units of a file in order, each with as many lines as it yields, give the line in the file.
 """
 
+import difflib
 import json
 import math
 import os
@@ -64,6 +65,20 @@ def read_unit(unit: Unit) -> Iterator[tuple[int, dict | BadRow | None]]:
         while stream.tell() < unit.end and (raw := stream.readline()):
             line += 1
             yield line, _parse_line(raw.removeprefix(b"\xef\xbb\xbf") if unit.start == 0 and line == 1 else raw)
+
+
+def unused_columns(file: str) -> list[str]:
+    """A line for each column of the file's first row that nothing reads although its name is almost that of one that would be read."""
+    if file.endswith(".parquet"):
+        names = set(_open_parquet(file).schema_arrow.names)
+    else:
+        first = next((row for unit in split_into_units([file]) for _, row in read_unit(unit) if row is not None), {})
+        names = set(first) if isinstance(first, dict) else set()  # a bad row has its own error
+    lines = []
+    for name in sorted(names - set(COLUMNS)):
+        if close := difflib.get_close_matches(name, set(COLUMNS) - names, n=1, cutoff=0.8):
+            lines.append(f"{file}: column {name!r} is not used; did you mean {close[0]!r}?")
+    return lines
 
 
 def read_rows(file: str) -> Iterator[tuple[int, dict | BadRow]]:

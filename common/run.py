@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +69,9 @@ def _claim(output_dir: Path) -> None:
     try:
         fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"output_dir {output_dir} is in use by another run. Wait for it, stop it (touch {output_dir / STOP}), or give another.") from error
+        raise ValueError(
+            f"output_dir {output_dir} is in use by another run. Wait for it, stop it (touch {output_dir / STOP}), or give another."
+        ) from error
     except OSError as error:  # file systems mounted without locks
         log.warning("%s cannot be locked (%s): make sure that no other job uses it", output_dir, error)
 
@@ -254,6 +256,13 @@ def _only(batch: PackedBatch, start: int, end: int) -> PackedBatch:
     )
 
 
+def micro_batches(window: Sequence[int], args: TrainArguments) -> list[Sequence[int]]:
+    """The bins of each of this rank's micro-batches in one step's `window`. Micro-batch m of all ranks takes neighbouring bins."""
+    size = args.per_device_train_batch_size
+    starts = ((m * dist.world_size() + dist.rank()) * size for m in range(args.gradient_accumulation_steps))
+    return [window[start : start + size] for start in starts]
+
+
 def batch_identity(args: TrainArguments) -> dict:
     """What a resumed run must share with its checkpoint for its data position to mean the same."""
     bins = dist.world_size() * args.gradient_accumulation_steps * args.per_device_train_batch_size
@@ -317,7 +326,14 @@ class StepGuard:
 
 def step_line(step: int, values: dict) -> str:
     """One line of the log for one step."""
-    shown = {"loss": ".4f", "grad_norm": ".3f", "learning_rate": ".3g", "perf/tokens_per_second": ".0f", "perf/mfu": ".3f", "perf/memory_gib": ".1f"}
+    shown = {
+        "loss": ".4f",
+        "grad_norm": ".3f",
+        "learning_rate": ".3g",
+        "perf/tokens_per_second": ".0f",
+        "perf/mfu": ".3f",
+        "perf/memory_gib": ".1f",
+    }
     return f"step {step} " + " ".join(
         f"{name.removeprefix('perf/')} {values[name]:{form}}" for name, form in shown.items() if values.get(name) is not None
     )

@@ -53,13 +53,6 @@ class PairData:
         return ", ".join(self.dataset.where(row) for bin_id in bin_ids for row in self.bins[bin_id][::2])
 
 
-def micro_batches(data: PairData, window: list[int], args: TrainArguments, pad_to: int | None) -> list[PairBatch]:
-    """This rank's micro-batches of one step's `window` of bins. Micro-batch m of all ranks takes neighbouring bins."""
-    size = args.per_device_train_batch_size
-    starts = ((m * dist.world_size() + dist.rank()) * size for m in range(args.gradient_accumulation_steps))
-    return [data.batch(window[start : start + size], pad_to) for start in starts]
-
-
 def forward(model: ShardedModel, batch: PairBatch):
     """(pairs, output of the model) of a micro-batch that is on the device."""
     output = model(batch.packed.model_inputs(), batch.packed.targets, num_tokens=batch.packed.num_tokens)
@@ -182,7 +175,7 @@ def main() -> None:
     progress = dist.progress(total_steps, "dpo", "step", initial=state.step)
     while state.step < total_steps:
         window, epoch, offset = order.next(state.epoch, state.offset, bins_per_step)
-        batches = micro_batches(train, window, args, pad_to)
+        batches = [train.batch(bins, pad_to) for bins in run.micro_batches(window, args)]
 
         # What divides every loss term is known before the first backward. The stop flag travels in the same sum.
         stop, pair_weight, chosen_tokens, tokens, squares = run.agree(
@@ -206,7 +199,7 @@ def main() -> None:
         if state.step == 0:
             check_reference(figures["drift"], model_args.compute_dtype)
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
-        grad_norm, skipped = guard.step(loss, lr, lambda: train.where(window))
+        grad_norm, skipped = guard.step(loss, lr, lambda window=window: train.where(window))
         state.step, state.epoch, state.offset = state.step + 1, epoch, offset
         state.tokens += int(tokens)
         state.skipped_steps += skipped

@@ -24,13 +24,6 @@ from common.optim import AdamW, learning_rate
 log = logging.getLogger(__name__)
 
 
-def micro_batches(dataset: TokenizedDataset, bins: Bins, window: list[int], args: TrainArguments, pad_to: int | None) -> list[PackedBatch]:
-    """This rank's micro-batches of one step's `window` of bins. Micro-batch m of all ranks takes neighbouring bins."""
-    size = args.per_device_train_batch_size
-    starts = ((m * dist.world_size() + dist.rank()) * size for m in range(args.gradient_accumulation_steps))
-    return [collate(dataset, bins, window[start : start + size], pad_to=pad_to) for start in starts]
-
-
 def forward_backward(
     model: ShardedModel, batches: list[PackedBatch], total_weight: float, load_balancing_coef: float
 ) -> tuple[float, float, torch.Tensor | None]:
@@ -112,7 +105,7 @@ def main() -> None:
     progress = dist.progress(total_steps, "sft", "step", initial=state.step)
     while state.step < total_steps:
         window, epoch, offset = order.next(state.epoch, state.offset, bins_per_step)
-        batches = micro_batches(train_data, train_bins, window, args, pad_to)
+        batches = [collate(train_data, train_bins, bins, pad_to=pad_to) for bins in run.micro_batches(window, args)]
 
         # What divides every loss term is known before the first backward. The stop flag travels in the same sum.
         stop, total_weight, tokens, squares = run.agree(
@@ -133,7 +126,7 @@ def main() -> None:
         loss = nll / total_weight
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
         grad_norm, skipped = guard.step(
-            loss, lr, lambda: ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id])
+            loss, lr, lambda window=window: ", ".join(train_data.where(row) for bin_id in window for row in train_bins[bin_id])
         )
         state.step, state.epoch, state.offset = state.step + 1, epoch, offset
         state.tokens += int(tokens)

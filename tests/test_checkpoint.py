@@ -204,6 +204,23 @@ def test_fingerprint_sees_a_changed_weight_and_a_changed_header(tiny_dir, tmp_pa
     assert checkpoint.fingerprint(folder) != first
 
 
+def _save_on_full_disk(path: str, folder: str) -> str:
+    class Full(checkpoint.dcp.FileSystemWriter):
+        def write_data(self, *_):
+            raise OSError(28, "No space left on device")
+
+    checkpoint.dcp.FileSystemWriter = Full
+    with pytest.raises(RuntimeError) as caught:
+        _save(path, folder)
+    return str(caught.value)
+
+
+def test_a_full_disk_is_named_with_the_folder(tiny_dir, run_ranks, tmp_path):
+    message = run_ranks(1, _save_on_full_disk, str(tiny_dir("llama", num_hidden_layers=1)), str(tmp_path))[0]
+    assert f"cannot write {tmp_path}/.saving-checkpoint-000003" in message and "No space left on device" in message
+    assert checkpoint.find(tmp_path, "auto") is None
+
+
 def test_state_files_are_plain_json(tiny_dir, run_ranks, tmp_path):
     run_ranks(1, _save, str(tiny_dir("llama", num_hidden_layers=1)), str(tmp_path))
     state = json.loads((tmp_path / "checkpoint-000009" / "trainer_state.json").read_text())

@@ -58,6 +58,15 @@ def bytes_of(dataset: TokenizedDataset) -> dict[str, bytes]:
 # ---- files
 
 
+def test_a_misspelt_column_is_named(tokenizer, tmp_path, caplog):
+    file = write(tmp_path / "a.jsonl", [row(answer="one", wieght=2.0, source="web"), row(answer="two")])
+    with caplog.at_level("WARNING"):
+        dataset = tokenized(file, tokenizer, tmp_path)
+    assert dataset.weights.tolist() == [1, 1]
+    (message,) = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
+    assert message == f"{file}: column 'wieght' is not used; did you mean 'weight'?"
+
+
 def test_several_files_lines_and_weights(tokenizer, tmp_path):
     first = write(tmp_path / "a.jsonl", [row(answer="one"), b"", row(answer="two", weight=0.5), b"  ", row(answer="three", other=[1])])
     second = write(tmp_path / "b.json", [{"prompt": "1+1=", "completion": "2", "weight": 3}])

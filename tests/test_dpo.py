@@ -24,7 +24,7 @@ from dpo import reference as reference_module
 from dpo.data import PairRule
 from dpo.loss import FIGURES, LossArguments, loss_scales
 from dpo.reference import RECORD, check_key, compute_reference, key_of, part_path, read_parts
-from dpo.train import DPOTrainArguments, PairData, check_reference, evaluate, forward_backward, micro_batches
+from dpo.train import DPOTrainArguments, PairData, check_reference, evaluate, forward_backward
 from tests.conftest import ROOT, read_metrics
 
 WORDS = "river stone cedar meadow lantern harvest engine rubber cable static bolt gravel".split()
@@ -66,7 +66,7 @@ def with_reference(model: run.Model, data: PairData, key: dict, output) -> PairD
 def window_gradients(model: run.Model, data: PairData, loss_args: LossArguments, window, accumulation: int, size: int = 1):
     """(losses, figures) of one window of bins, gradients left in the shards; the denominators are those of all ranks."""
     args = DPOTrainArguments(output_dir="unused", gradient_accumulation_steps=accumulation, per_device_train_batch_size=size)
-    batches = micro_batches(data, list(window), args, None)
+    batches = [data.batch(bins, None) for bins in run.micro_batches(window, args)]
     pair_weight, chosen_tokens = run.agree(sum(b.weights.sum().item() for b in batches), sum(b.chosen_tokens for b in batches))
     scales = loss_scales(loss_args, pair_weight, chosen_tokens, dist.device())
     losses, figures, _, _ = forward_backward(model.sharded, batches, scales, loss_args, 0.0)
