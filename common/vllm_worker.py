@@ -28,6 +28,7 @@ from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
 
 from common import wire
 
@@ -365,5 +366,27 @@ class WorkerExtension:
         return {"zeroed": zeroed}
 
 
+def keep_seeds_on_cpu() -> None:
+    """A long queue of prompts is cut over two steps, and of a request that is not complete yet vLLM takes back what its random generator has
+    drawn: in a way that generators of a CPU do not know, which ends the whole server. Here such a request draws nothing."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # its CPU runner is one of these
+
+    original = GPUModelRunner.sample_tokens
+
+    @functools.wraps(original)
+    def sample_tokens(self, *args, **kwargs):
+        generators = self.input_batch.generators
+        cut = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        aside = {index: generators.pop(index) for index in cut if index in generators}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(aside)
+
+    GPUModelRunner.sample_tokens = sample_tokens
+
+
+if current_platform.is_cpu():
+    keep_seeds_on_cpu()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, C10dEngine.__name__)

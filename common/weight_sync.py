@@ -278,7 +278,10 @@ class WeightSync:
                 if worker[name] != server.base[rank].get(name) and name.rpartition(".")[0] not in narrowed
             ]
             if wrong:
-                raise SyncError(f"{server.url}: a full update with the base's weights changed parameters: {some(wrong)}")
+                raise SyncError(
+                    f"{server.url}: a full update with the base's weights changed parameters: {some(wrong)}. "
+                    f"Was it started with another checkpoint than {self.converter.checkpoint.path}?"
+                )
         visible = sum(bool(value) for worker in first for value in worker.values())
         report.checks[f"proof {server.url}"] = {
             "parameters": sum(len(worker) for worker in first), "visible": visible, "equal_base": exact,

