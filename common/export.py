@@ -3,7 +3,8 @@
     python -m common.export --checkpoint runs/a/checkpoint-000100 --output runs/a/final
 
 One process, no GPU; one unit in memory at a time. Trained tensors come from the training checkpoint, frozen ones and those that the model
-does not use (multi-token prediction, vision tower) from the base. The folder appears under its name when it is complete and flushed.
+does not use (multi-token prediction, vision tower) from the base; adapters are merged into the base's weights. The folder appears under its
+name when it is complete and flushed.
 From an FP8 base, what did not train stays the base's bytes; what did is quantised back to FP8 blocks, or kept in bf16
 (`--trained_dtype bfloat16`), and config.json says so. Exit codes: 0 good, 1 a check failed, 2 wrong use.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common import dist, fp8
+from common import dist, fp8, lora
 from common.checkpoint import SavedParameters, fingerprint
 from common.skeleton import build_skeleton, cut_config
 from common.tensor_files import INDEX_FILE, Checkpoint, Spec, read_header, sha256_of, summary, write_file
@@ -301,19 +302,27 @@ def export_checkpoint(
     """
     saved = SavedParameters(path)
     if base is None and not Path(saved.base).is_dir():
-        raise ValueError(f"{path} was trained from {saved.base}, which is not there any more. Give the base checkpoint's folder with --base.")
+        raise ValueError(
+            f"{path} was trained from {saved.base}, which is not there any more. Give the base checkpoint's folder with --base."
+        )
     checkpoint = Checkpoint(base or saved.base)
     if fingerprint(checkpoint.path) != saved.fingerprint:
         raise ValueError(f"the weights in {checkpoint.path} are not those that {path} was trained from. Give the right folder as base.")
     model = build_skeleton(checkpoint.path, attn_implementation="eager", num_layers=saved.num_layers, decoder_layer=decoder_layer)
     converter = Converter(model, checkpoint)
-    exporter = Exporter(
-        converter, checkpoint, output, trained={name: saved.experts(name) for name in saved.names}, trained_dtype=trained_dtype
-    )
-    names = {converter.tied.get(name, name): name for name in saved.names}
+    trained = {lora.weight_name(name) or name: saved.experts(name) for name in saved.names}
+    exporter = Exporter(converter, checkpoint, output, trained=trained, trained_dtype=trained_dtype)
+    names: dict[str, list[str]] = {}  # what is saved, by the tensor of the model that it changes
+    for name in saved.names:
+        weight = lora.weight_name(name) or name
+        names.setdefault(converter.tied.get(weight, weight), []).append(name)
     hashes = {}
     for index, unit in enumerate(tqdm(converter.units, desc="exporting", unit="unit")):
-        tensors = saved.read_many([names[name] for name in unit.model_names if name in names])
+        inside = [name for name in unit.model_names if name in names]
+        tensors = saved.read_many([part for name in inside for part in names[name]])
+        if saved.adapters is not None:
+            weights = lora.base_weights(converter, inside)
+            tensors = {name: lora.merge(weights[name], tensors, name, saved.adapters.scale) for name in inside}
         hashes |= exporter.write_unit(index, tensors)
         del tensors  # before the next unit is read
     hashes |= exporter.copy_untouched()

@@ -169,6 +169,7 @@ class ShardedModel:
         for path, module in root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 first = self._names(path, module)[0]
+                first = lora.weight_name(first) or first
                 self._parts[owner[plan.origins[first].name if first in plan.origins else first]].append((path, module))
         self._frozen_hashes: dict[str, str] = {}
         self.adapters = plan.adapters
@@ -240,7 +241,7 @@ class ShardedModel:
         """Whole parameters of one unit, one of its FSDP units in memory at a time, on this rank's device: a collective.
 
         FP8 parameters come as they are, with their scales. `dtype`: shards are cast before the gather, so that network and memory carry
-        e.g. bf16 instead of fp32 masters; parameters that compute in their own dtype (an fp32 router, FP8 weights) are not.
+        e.g. bf16 instead of fp32 masters; parameters that compute in their own dtype (an fp32 router, FP8 weights) and adapters are not.
         """
         for path, module in self._parts[index]:
             handle = module._handle
@@ -248,12 +249,13 @@ class ShardedModel:
             if trained_only and not flat.requires_grad:
                 continue
             shard = getattr(flat, "_local_shard", flat).detach()
-            if dtype is not None and module.mixed_precision.param_dtype is not None:
+            names = self._names(path, module)
+            if dtype is not None and module.mixed_precision.param_dtype is not None and not lora.weight_name(names[0]):
                 shard = shard.to(dtype)
             whole = torch.empty(shard.numel() * handle.world_size, dtype=shard.dtype, device=shard.device)
             dist.all_gather_flat(bytes_of(whole), bytes_of(shard.contiguous()), handle.process_group)
             views = handle._get_unflat_views(whole[: flat._unpadded_unsharded_size.numel()])
-            for name, view, info in zip(self._names(path, module), views, flat._param_infos, strict=True):
+            for name, view, info in zip(names, views, flat._param_infos, strict=True):
                 origin = self.plan.origins.get(name)
                 scale = getattr(info.module, info.param_name + fp8.SCALE_SUFFIX) if view.dtype == fp8.DTYPE else None
                 yield Gathered(origin.name if origin else name, view, origin and origin.ids, scale, flat.requires_grad)
@@ -262,7 +264,10 @@ class ShardedModel:
     def gather_trained(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Of one unit, whole parameters that train, by name; of those of which some experts train, those experts' rows. A collective.
 
-        For `dtype` see `gather_parts`."""
+        Weights that adapters belong to come with them merged. For `dtype` see `gather_parts`."""
+        if self.adapters is not None:
+            whole, changed = self.gather_unit(index, dtype), self.trained_experts()
+            return {name: tensor for name, tensor in whole.items() if name in changed}
         parts: dict[str, list[Gathered]] = {}
         for part in self.gather_parts(index, dtype, trained_only=True):
             if part.trained:
@@ -274,7 +279,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def gather_unit(self, index: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole parameters of one unit by name, on this rank's device: a collective. Persistent buffers are included.
+        """Whole parameters of one unit by name, on this rank's device: a collective. Persistent buffers are included, adapters merged.
 
         FP8 parameters are dequantised to bf16, or to `dtype`; for the rest of what `dtype` means see `gather_parts`.
         """
@@ -296,7 +301,16 @@ class ShardedModel:
         for name, parameter in self.replicated.items():
             if name in wanted:
                 named[name] = parameter.detach().to(dtype or self.converter.dtype(name))
+        adapters = {name: named.pop(name) for name in list(named) if lora.weight_name(name)}
+        for name in {lora.weight_name(name) for name in adapters}:
+            named[name] = lora.merge(named[name], adapters, name, self.adapters.scale)
         return named | {name: buffer for name, buffer in self._buffers() if name in wanted}
+
+    @torch.no_grad()
+    def gather_adapters(self) -> dict[str, torch.Tensor]:
+        """All adapters' parameters, whole, in their own dtype: a collective."""
+        parts = (part for index in self._parts for part in self.gather_parts(index, trained_only=True))
+        return {part.name: part.tensor.clone() for part in parts}
 
     def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for shard in self.local_shards():
@@ -382,6 +396,7 @@ def load_and_shard(
         if not unit.name:
             continue
         layer = model.get_submodule(unit.module_path)
+        lora.initialise(layer, unit.module_path, dist.device())
         replicated |= {name: model.get_parameter(name) for name in plan.replicated if name.startswith(unit.module_path + ".")}
         layer = _shard_layer(layer, number, unit.name, plan, precision, options, frozen_group, gradient_checkpointing, compile_layers)
         _replace(model, unit.module_path, layer)
@@ -418,7 +433,8 @@ def _shard_layer(layer, number, name, plan, precision, options, frozen_group, gr
     if compile_layers:
         layer.compile()  # inside checkpointing: a graph break inside a compiled checkpoint leaves the whole layer uncompiled
     if checkpointed:
-        layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+        drops_out = options.adapters is not None and options.adapters.dropout > 0  # the same again when it is recomputed
+        layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=drops_out)
     wrapped = _wrap(layer, plan.kinds[name], precision, frozen_group=frozen_group, replicated=replicated)
     if number == selection.lowest_layer and not selection.embeddings:
         freeze.stop_gradient_at_input(wrapped)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from common import attention, checkpoint, config, data, dist, fp8, freeze
+from common import attention, checkpoint, config, data, dist, fp8, freeze, lora
 from common.checkpoint import Base, TrainState
 from common.config import DataArguments, ModelArguments, TrainArguments
 from common.data import Bins, PackedBatch, RowRule, TokenizedDataset
@@ -22,6 +22,7 @@ from common.export import Exporter
 from common.families import Family, family_of
 from common.fsdp import Options, Precision, ShardedModel, load_and_shard
 from common.logprobs import NO_TARGET, LogpModel
+from common.lora import Adapters
 from common.metrics import ModelFlops
 from common.optim import AdamW
 from common.router import RouterStats
@@ -145,15 +146,19 @@ class Model:
 
 
 def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family, trainable: str) -> Options:
-    """What trains and how the rest is kept, from the options of a run; logged."""
-    selection = freeze.select(
-        skeleton,
-        family,
-        trainable=trainable,
-        trainable_layers=args.trainable_layers,
-        expert_mask=args.expert_mask,
-        freeze_router=args.freeze_router,
-    )
+    """What trains and how the rest is kept, from the options of a run; logged. Adapters are added to the skeleton here."""
+    adapters = Adapters.of(args) if trainable != "none" else None
+    if adapters is not None:
+        adapters, selection = lora.add(skeleton, adapters, args.trainable_layers, skeleton.dtype)
+    else:
+        selection = freeze.select(
+            skeleton,
+            family,
+            trainable=trainable,
+            trainable_layers=args.trainable_layers,
+            expert_mask=args.expert_mask,
+            freeze_router=args.freeze_router,
+        )
     log.info("%s", freeze.describe(selection, skeleton))
     if args.detach_moe_output:
         log.warning(
@@ -162,7 +167,7 @@ def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family
         )
     groups = {"world": None, "node": dist.local_world_size()}
     ranks = groups[args.frozen_shard_group] if args.frozen_shard_group in groups else int(args.frozen_shard_group)
-    return Options(selection, family, args.detach_moe_output, args.expert_units_per_layer, ranks)
+    return Options(selection, family, args.detach_moe_output, args.expert_units_per_layer, ranks, adapters)
 
 
 def build_model(args: ModelArguments, trainable: str | None = None) -> Model:
@@ -279,9 +284,9 @@ def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: Adam
     now = batch_identity(args) | data_identity
     _, saved = checkpoint.read_state(folder)
     for name, value in now.items():
-        if saved[name] == value or (name == "bins_per_step" and args.allow_batch_change):
+        if saved.get(name) == value or (name == "bins_per_step" and args.allow_batch_change):
             continue
-        what = f"{folder} was trained with {name} = {saved[name]}; now it is {value}"
+        what = f"{folder} was trained with {name} = {saved.get(name)}; now it is {value}"
         if name == "data":
             what = f"{folder} was trained on other data than these files (contents compared by hash), or with another template or tokenizer"
         advice = "--allow_batch_change resumes anyway." if name == "bins_per_step" else "Undo the change, or give another output_dir."
@@ -369,6 +374,16 @@ def check_frozen(model: Model) -> None:
         raise RuntimeError(failures[0])
     log.info("frozen weights and buffers are unchanged: %d tensors, %.2f GiB on rank 0", count, size / 2**30)
     dist.beat()
+
+
+def finish(output_dir: Path, args: TrainArguments, model: Model, *, trained: bool) -> None:
+    """What ends a run that reached its last step: frozen bytes checked, final/ written, DONE. `trained`: steps were made, so an older final/ is stale."""
+    check_frozen(model)
+    if args.export_final and (trained or not (output_dir / "final").exists()):
+        export(output_dir / "final", model)
+    with dist.main_rank_first() as mine:
+        if mine:
+            (output_dir / DONE).touch()
 
 
 def export(output: Path, model: Model) -> None:

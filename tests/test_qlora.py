@@ -380,11 +380,11 @@ def test_rewards_teach_through_a_4_bit_base(tiny_dir, launch, tmp_path):
     launch(
         "grpo.train", "--config=grpo/configs/tiny.yaml", f"--model_name_or_path={tmp_path / 'sft' / 'final'}",
         f"--train_files={tmp_path / 'train.jsonl'}", f"--eval_files={tmp_path / 'eval.jsonl'}", f"--output_dir={tmp_path / 'grpo'}",
-        "--max_steps=16", "--save_steps=0", "--eval_on_start=True", "--eval_num_generations=8", "--export_final=False",
-        "--reward_funcs=grpo.rewards:choice_exact", "--quantization=nf4", "--lora_rank=8", "--learning_rate=2e-2", timeout=800,
+        "--max_steps=12", "--save_steps=0", "--eval_on_start=True", "--eval_num_generations=8", "--export_final=False",
+        "--reward_funcs=grpo.rewards:choice_exact", "--quantization=nf4", "--lora_rank=8", "--learning_rate=1e-2", timeout=800,
     )  # fmt: skip
     lines = [line for line in read_metrics(tmp_path / "grpo") if "eval/reward" in line]
-    assert [line["step"] for line in lines] == [0, 16]
+    assert [line["step"] for line in lines] == [0, 12]
     before, after = (line["eval/reward/choice_exact"] for line in lines)
     print(f"exact match {before:.3f} -> {after:.3f}")
     assert after >= before + 0.2
