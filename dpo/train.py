@@ -237,12 +237,7 @@ def main() -> None:
 
     progress.close()
     metrics.close()
-    run.check_frozen(model)
-    if args.export_final and (state.step > first_step or not (output_dir / "final").exists()):
-        run.export(output_dir / "final", model)
-    with dist.main_rank_first() as mine:
-        if mine:
-            (output_dir / run.DONE).touch()
+    run.finish(output_dir, args, model, trained=state.step > first_step)
     dist.shutdown()
 
 
