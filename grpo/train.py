@@ -12,6 +12,7 @@ methods. Every term of the loss is a sum over the mini-batch of all ranks divide
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from common import config, dist, run
 from common.chat import Chat
 from common.config import DataArguments, ModelArguments
-from common.data import Order
+from common.data import Order, PackedBatch
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
-from grpo import audit, objectives, one_node
+from grpo import audit, difficulty, objectives, one_node
 from grpo.batches import MicroBatch
+from grpo.chord import Chord, ChordArguments, load_chord, mu_at
 from grpo.experience import (
     GRPOTrainArguments,
     Rollout,
@@ -42,7 +44,7 @@ from grpo.experience import (
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
-from grpo.sampling import Prompts, announce, read_pass_rates
+from grpo.sampling import Prompts, announce
 from grpo.scoring import RewardArguments, RewardPool
 from grpo.twin import HfBackend
 from grpo.vllm_client import VllmBackend
@@ -71,11 +73,11 @@ def check_arguments(
         )
 
 
-def forward_backward(setup: Setup, batches: list[MicroBatch]) -> tuple[float, dict[str, float], float, torch.Tensor | None]:
-    """Gradients of one mini-batch from this rank's micro-batches.
+def forward_backward(setup: Setup, batches: list[MicroBatch], share: float = 1.0) -> tuple[float, dict, float, torch.Tensor | None]:
+    """`share` times the gradients of one mini-batch, from this rank's micro-batches.
 
-    (loss, figures, mean load-balancing term of a micro-batch: all over the window and all ranks; assignments [MoE layers, experts] on this
-    rank or None for a dense model).
+    (loss, figures, mean load-balancing term of a micro-batch: all over the window and all ranks, not multiplied by `share`; assignments
+    [MoE layers, experts] on this rank or None for a dense model).
     """
     objective, coefficient = setup.objective, setup.model_args.load_balancing_coef
     sums = torch.zeros(9, dtype=torch.float64, device=dist.device())
@@ -97,7 +99,7 @@ def forward_backward(setup: Setup, batches: list[MicroBatch]) -> tuple[float, di
             k3 = objectives.kl_estimates(logps, batch.reference, batch.old if objective.use_bias_correction_kl else None)
             loss = loss + objective.beta * (batch.kl_scale * k3).sum()
         balance = output.aux_loss / len(batches)  # of one micro-batch of all ranks; the step takes the mean over its micro-batches
-        ((loss + coefficient * balance) * dist.world_size()).backward()  # FSDP divides gradients by the number of ranks
+        ((loss + coefficient * balance) * share * dist.world_size()).backward()  # FSDP divides gradients by the number of ranks
         policy, entropy = batch.policy.double(), batch.of_targets(output.entropy)
         columns = [policy * losses.ratio, policy * losses.clipped, policy, batch.divergence * k3, batch.divergence, policy * entropy]
         columns += [(logps - batch.old).abs() * policy]
@@ -107,10 +109,39 @@ def forward_backward(setup: Setup, batches: list[MicroBatch]) -> tuple[float, di
         if output.expert_load is not None:
             load = output.expert_load if load is None else load + output.expert_load
     loss, balance, ratio, clipped, tokens, kl, kl_tokens, entropy, drift = dist.all_sum(sums).tolist()
-    tokens = max(tokens, 1.0)
-    figures = {"ratio": ratio / tokens, "clip_share": clipped / tokens, "entropy": entropy / tokens, "drift": drift / tokens}
-    if objective.beta > 0:
-        figures["kl"] = kl / max(kl_tokens, 1.0)
+    figures = {}
+    if tokens:
+        named = {"grpo/ratio": ratio, "grpo/clip_share": clipped, "grpo/entropy": entropy, "drift": drift}
+        figures = {name: value / tokens for name, value in named.items()}
+    if objective.beta > 0 and kl_tokens:
+        figures["grpo/kl"] = kl / kl_tokens
+    return loss, figures, balance, load
+
+
+def forward_backward_both(
+    setup: Setup, chord: Chord, batches: list[MicroBatch], experts: list[PackedBatch], step: int, optimizer: AdamW
+) -> tuple[float, dict, float, torch.Tensor | None]:
+    """The same for (1 - mu) L_GRPO + mu L_SFT.
+
+    In some steps the gradient of the SFT term is taken once more before, alone, and its norm measured; that of the GRPO term is measured
+    before the SFT term is added to it. No second copy of the gradients is kept, and what the step does is the same to the bit.
+    """
+    mu, coefficient = mu_at(step, chord.args), setup.model_args.load_balancing_coef
+    model, measured = setup.model.sharded, {}
+    if chord.measures(step):
+        if experts:
+            chord.forward_backward(model, experts, mu, coefficient)
+        measured["chord/sft_grad_norm"] = model.clip_grad_norm(0).item()
+        optimizer.zero_grad()
+    loss, figures, balance, load = forward_backward(setup, batches, 1 - mu)
+    figures |= measured | {"chord/mu": mu, "chord/grpo_loss": loss}
+    if chord.measures(step):
+        figures["chord/grpo_grad_norm"] = model.clip_grad_norm(0).item()
+    if experts:
+        expert = chord.forward_backward(model, experts, mu, coefficient)
+        figures["chord/sft_loss"] = expert.loss
+        loss, balance = (1 - mu) * loss + mu * expert.loss, (1 - mu) * balance + mu * expert.balance
+        load = expert.load if load is None else load if expert.load is None else load + expert.load
     return loss, figures, balance, load
 
 
@@ -122,6 +153,12 @@ def check_first_ratio(drift: float, compute_dtype: str) -> None:
             f"before the first update log-probabilities differ from those just computed by {drift:.4f} a token, allowed {limit}."
         )
     log.info("ratio check: training and log-probability pass agree to %.2g a token before the first update", drift)
+
+
+def rows_of(setup: Setup, rollout: Rollout, chord: Chord | None, step: int) -> str:
+    """Where a step's rows are, for messages."""
+    answers = f"the answers in {rollout_path(setup.output_dir, 'step', rollout.first_step)}"
+    return f"{answers}, expert rows {chord.where(step)}" if chord else answers
 
 
 def make_backend(
@@ -141,8 +178,8 @@ def make_backend(
 
 @record
 def main() -> None:
-    model_args, data_args, rollout_args, reward_args, objective, args = all_args = config.parse(
-        ModelArguments, DataArguments, RolloutArguments, RewardArguments, ObjectiveArguments, GRPOTrainArguments
+    model_args, data_args, rollout_args, reward_args, objective, chord_args, args = all_args = config.parse(
+        ModelArguments, DataArguments, RolloutArguments, RewardArguments, ObjectiveArguments, ChordArguments, GRPOTrainArguments
     )
     check_arguments(data_args, rollout_args, objective, args)
     output_dir = Path(args.output_dir)
@@ -158,6 +195,7 @@ def main() -> None:
     with dist.main_rank_first() as mine:
         if mine:
             pool = RewardPool(reward_args)
+    chord = load_chord(chord_args, reward_args.reward_funcs, tokenizer, data_args, model_args, args) if chord_args.chord_sft_files else None
     identity = {
         "data": fingerprint(questions),
         "num_prompts_per_step": rollout_args.num_prompts_per_step,
@@ -165,10 +203,11 @@ def main() -> None:
         "updates_per_rollout": [args.num_iterations, args.num_minibatches],
         "max_length": data_args.max_length,
         "packing": data_args.packing,
+        "chord_sft_files": chord.data.key if chord else None,
     }
-    pass_rates = read_pass_rates(rollout_args.difficulty_file) if rollout_args.difficulty_file else None
+    measured = difficulty.read_measurement(rollout_args.difficulty_file) if rollout_args.difficulty_file else None
     if rollout_args.dynamic_sampling:
-        announce(questions, pass_rates, rollout_args)
+        announce(questions, measured and measured.rates, rollout_args)
     prompts = Prompts(questions, Order(len(questions), args.seed), rollout_args.num_prompts_per_step)
     updates = args.num_iterations * args.num_minibatches
     steps_per_epoch = prompts.order.steps_per_epoch(prompts.size) * updates
@@ -192,7 +231,13 @@ def main() -> None:
     first_step = state.step
     backend = make_backend(model, tokenizer, model_args, rollout_args, questions)
     setup = Setup(model, backend, tokenizer, pool, reference, model_args, data_args, rollout_args, reward_args, objective, args, output_dir)
-    setup.surplus, setup.pass_rates = resume_surplus(setup, questions, state.step), pass_rates
+    setup.surplus = resume_surplus(setup, questions, state.step)
+    if measured:
+        setup.pass_rates = measured.rates
+        for text in difficulty.stale_warnings(measured, fingerprint=model.base.fingerprint, run=config.resolved(*all_args)):
+            log.warning("%s", text)
+    if chord:
+        chord.check(model.sharded, tokenizer, model_args.compute_dtype)
     backend.start()
     metrics = MetricsLog(output_dir, args.report_to, args.run_name or output_dir.name, config.resolved(*all_args), state.step)
 
@@ -239,21 +284,25 @@ def main() -> None:
         start = time.perf_counter()
         lr = learning_rate(state.step, total_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type)
         values: dict[str, float | None] = {}
-        if window[0] == 0 and (objective.beta == 0 or window[2] == 0):
+        experts = chord.micro_batches(state.step) if chord else []
+        if not experts and window[0] == 0 and (objective.beta == 0 or window[2] == 0):
             log.warning("step %d skipped: no answer of its mini-batch carries signal (equal rewards, or cut off)", state.step + 1)
             loss, grad_norm, skipped, figures, balance, load = None, None, True, {}, None, None
         else:
-            loss, figures, balance, load = forward_backward(setup, batches)
-            drift = figures.pop("drift")
+            if chord:
+                loss, figures, balance, load = forward_backward_both(setup, chord, batches, experts, state.step, optimizer)
+            else:
+                loss, figures, balance, load = forward_backward(setup, batches)
+            drift = figures.pop("drift", 0.0)  # nothing where no answer trains
             # Fresh adapters add nothing, dropped out or not; trained ones add another sum in each pass.
             if position == 0 and rollout.first_step == first_step + 1 and not (first_step and model_args.drops_out):
                 check_first_ratio(drift, model_args.compute_dtype)
-            where = rollout_path(output_dir, "step", rollout.first_step)
-            grad_norm, skipped = guard.step(loss, lr, lambda where=where: f"those of {where}")
+            grad_norm, skipped = guard.step(loss, lr, partial(rows_of, setup, rollout, chord if experts else None, state.step))
         train_seconds = time.perf_counter() - start
+        used = [batch.packed for batch in batches if batch.answers] + experts
         tokens, squares = run.agree(
-            sum(batch.packed.num_tokens for batch in batches if batch.answers),
-            sum(squared_lengths(batch.packed.cu_seq_lens) for batch in batches if batch.answers),
+            sum(packed.num_tokens for packed in used),
+            sum(squared_lengths(packed.cu_seq_lens) for packed in used),
         )
         lag = state.step - rollout.version
         state.step += 1
@@ -275,7 +324,7 @@ def main() -> None:
                 "grpo/weight_lag": lag,
                 "perf/train_seconds": train_seconds,
             }
-            values |= {f"grpo/{name}": value for name, value in figures.items()} | rollout.figures
+            values |= figures | rollout.figures
             values |= performance.of_steps(state.step - logged_step, tokens, squares)
             logged_step = state.step
             log.info("%s %s", run.step_line(state.step, values), rollout_line(values))
@@ -292,12 +341,7 @@ def main() -> None:
             performance.restart()  # evaluation and saving do not count as training time
 
     progress.close()
-    run.check_frozen(model)
-    if args.export_final and (state.step > first_step or not (output_dir / "final").exists()):
-        run.export(output_dir / "final", model)
-    with dist.main_rank_first() as mine:
-        if mine:
-            (output_dir / run.DONE).touch()
+    run.finish(output_dir, args, model, trained=state.step > first_step)
     close(setup, metrics)
 
 
