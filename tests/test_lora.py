@@ -184,7 +184,7 @@ def test_names():
 def test_grpo_with_adapters(tiny_dir, launch, tmp_path):
     """As a user starts it, on two ranks: answers come from a twin with the adapters merged, which the second rollout shows."""
     (tmp_path / "my_rewards.py").write_text(
-        "def vowels(completions, **_):\n    return [sum(c in 'aeiou' for c in text) for text in completions]\n"
+        "def vowels(prompts, completions, **_):\n    return [sum(c in 'aeiou' for c in text) for text in completions]\n"
     )
     rows = [{"id": f"q{i}", "prompt": [{"role": "user", "content": f"story {i}"}]} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
