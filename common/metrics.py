@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -159,7 +160,7 @@ def _start_wandb(output_dir: Path, run_name: str, config: dict):
         ) from error
     id_file = output_dir / "wandb_id"  # a requeued job continues the same curve
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id(), encoding="utf-8")
+        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
     return wandb.init(name=run_name, id=id_file.read_text(encoding="utf-8"), resume="allow", dir=output_dir, config=config)
 
 
