@@ -1,6 +1,8 @@
 """GRPO's objectives, corrections and advantages against reference values, TRL's own loss and finite differences."""
 
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from grpo import objectives
 from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
 from grpo.objectives import ObjectiveArguments
+from tests.conftest import ROOT
 
 # Worked example: rewards 1,0,0,1; lengths 4,2,3,4; new - old, old and reference log-probabilities.
 LENGTHS = [4, 2, 3, 4]
@@ -170,6 +173,27 @@ def test_kl_has_its_own_count():
     k3 = objectives.kl_estimates(tensor(OLD) + tensor(LOG_RATIO), tensor(REFERENCE)).mean().item()
     assert k3 == pytest.approx(0.03626, abs=1e-5)
     assert both == pytest.approx(policy + 0.04 * k3, abs=1e-12)
+
+
+def test_the_documented_way_to_add_an_objective(monkeypatch):
+    """The lines in grpo/README.md, applied to grpo/objectives.py."""
+    readme, path = (ROOT / "grpo" / "README.md").read_text(), ROOT / "grpo" / "objectives.py"
+    diff = readme.split("### Adding an objective")[1].split("```diff\n")[1].split("```")[0].splitlines()
+    source, old, new = path.read_text(), [], []
+    for line, following in zip(diff, [*diff[1:], "-"], strict=True):
+        (old if line.startswith("-") else new).append(line[1:])
+        if line.startswith("+") and following.startswith("-"):
+            before, after = "\n".join(old), "\n".join(new)
+            assert source.count(before) == 1, before
+            source, old, new = source.replace(before, after), [], []
+    module = types.ModuleType("objectives_with_reinforce")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    monkeypatch.setattr(sys.modules[__name__], "objectives", module)
+    value, gradient = value_and_gradient(module.ObjectiveArguments(loss_type="reinforce"))
+    logps = tensor(OLD) + tensor(LOG_RATIO)
+    assert value == pytest.approx(-(ADVANTAGES[ROW] * logps).mean().item())
+    assert torch.allclose(gradient, -ADVANTAGES[ROW] / 13)
 
 
 # ---- correction
