@@ -124,10 +124,12 @@ def workspaces(model: PreTrainedModel, work: Work) -> dict[str, float]:
     token_forward = itemsize * (4 * max(top_k, 1) * hidden + 4 * inner + 6 * heads + 8 * hidden)
     prompts = work.answers * work.prompt_tokens
     mask = prompts * (work.prompt_tokens + 1)  # a byte a pair, for sdpa
-    largest_cache = max(cost.cache for cost in layer_costs(model, work))  # copied whenever a token is added
+    # Whenever a token is added a layer's cache is copied, and its keys and values are repeated for all heads.
+    growing = max(cost.cache for cost in layer_costs(model, work))
+    growing += 2 * work.answers * (work.prompt_tokens + work.completion_tokens) * heads * itemsize
     return {
         "loading": largest_layer + 12 * nf4.PART_ELEMENTS if largest_layer > nf4.PART_ELEMENTS else 8 * largest_layer,
-        "answers": dequantised + max(prompts * token_forward + mask, largest_cache),
+        "answers": dequantised + max(prompts * token_forward + mask, growing),
         "training": dequantised + 2.5 * work.row_tokens * token_forward,
     }
 
