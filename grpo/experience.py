@@ -461,21 +461,34 @@ def show(answers: list[Answer], num_generations: int) -> None:
     log.info("a first prompt and answers:\n%s", terminal_safe("\n".join(lines)))
 
 
-def check_first_rollout(setup: Setup, answers: list[Answer], figures: dict[str, float]) -> None:
-    """The first rollout of a process: rows are apart, and the engine samples from what the trainer computes. RuntimeError otherwise."""
+def on_policy_distance(rollout: Rollout, answers: list[Answer], version: int) -> float | None:
+    """Mean |log p of the engine - log p of the trainer| over answers sampled with the weights `version` only; None without any. A collective."""
+    fresh = [all(span[0] == version for span in answer.completion.weight_versions) for answer in answers]
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in (batch for batches in rollout.mini_batches for batch in batches if batch.answers):
+        mine = torch.tensor([fresh[index] for index in batch.answers])[batch.row]
+        sums += torch.stack([(batch.old - batch.sampled).abs()[mine].double().sum(), mine.double().sum()])
+    absolute, tokens = dist.all_sum(sums.to(dist.device())).tolist()
+    return absolute / tokens if tokens else None
+
+
+def check_first_rollout(setup: Setup, answers: list[Answer], rollout: Rollout) -> None:
+    """The first rollout of a process: rows are apart, and the engine samples from what the trainer computes. RuntimeError otherwise.
+
+    The second is said of answers that the weights of now have sampled: others, left over or generated ahead, are rightly further away.
+    """
     rows = AnswerRows(answers)
     bins = pack(rows.lengths(), setup.data_args.max_length)
     run.check_packing(setup.model.sharded, collate(rows, bins, [bins.fullest()], pad_to=setup.pad_to), setup.model_args.compute_dtype)
-    on_policy = all(span[0] == setup.synced for answer in answers for span in answer.completion.weight_versions)
     limit = ENGINE_TOLERANCE[getattr(torch, setup.model_args.compute_dtype)]
-    distance = figures["grpo/logp_diff_mean"]
-    if setup.rollout_args.top_p == 1 and on_policy and not distance <= limit:
+    distance = on_policy_distance(rollout, answers, setup.synced)
+    if setup.rollout_args.top_p == 1 and distance is not None and not distance <= limit:
         raise RuntimeError(
             f"the engine gives its own samples log-probabilities that differ from the trainer's by {distance:.4f} a token, allowed {limit}: "
             "it does not have the trainer's weights, or samples in another way (temperature, top_k, penalties)."
         )
     log.info(
         "rollout check: log-probabilities of engine and trainer differ by %.2g a token, %.2g at most",
-        distance,
-        figures["grpo/logp_diff_max"],
+        rollout.figures["grpo/logp_diff_mean"],
+        rollout.figures["grpo/logp_diff_max"],
     )

@@ -267,7 +267,7 @@ def main() -> None:
                 rollout = prepare(setup, made.answers, made.figures, state.step + 1)
                 if made.answers and not checked:
                     show(made.answers, rollout_args.num_generations)
-                    check_first_rollout(setup, made.answers, rollout.figures)
+                    check_first_rollout(setup, made.answers, rollout)
                     audit.check_first_rewards(setup, made.answers)
                     checked = True
                 state.epoch, state.offset = made.epoch, made.offset

@@ -18,9 +18,13 @@ from grpo.experience import GRPOTrainArguments, Setup, prepare
 from grpo.objectives import ObjectiveArguments
 from grpo.rollout import RolloutArguments
 from grpo.scoring import RewardArguments
-from grpo.train import forward_backward, forward_backward_both
+from grpo.train import check_arguments, forward_backward, forward_backward_both
 from tests.conftest import ROOT, read_metrics
 from tests.test_grpo import synthetic_answers
+
+ARGUMENTS = (
+    ModelArguments, DataArguments, RolloutArguments, RewardArguments, ObjectiveArguments, GRPOTrainArguments, ChordArguments,
+)  # fmt: skip
 
 # ---- the formulas
 
@@ -87,20 +91,19 @@ def test_the_command_line_names_its_commands(capsys):
     assert chord.main(["--help"]) == 0 and "make-data" in capsys.readouterr().out
 
 
-def test_the_shipped_config_is_read():
+@pytest.mark.parametrize("path", sorted((ROOT / "grpo" / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_read(path):
+    tokens = [f"--config={path}", "--model_name_or_path=m", "--train_files=t", "--output_dir=o"]
+    tokens += ["--vllm_servers=http://s:1"] * ("rollout_backend: vllm" in path.read_text())
+    _, data_args, rollout_args, _, objective, args, _ = config.parse(*ARGUMENTS, argv=tokens)
+    check_arguments(data_args, rollout_args, objective, args)
+
+
+def test_the_chord_config_mixes():
     path = ROOT / "grpo" / "configs" / "chord.yaml"
     tokens = [f"--config={path}", "--model_name_or_path=m", "--train_files=t", "--output_dir=o", "--vllm_servers=http://s:1"]
-    *_, args = config.parse(
-        ModelArguments,
-        DataArguments,
-        RolloutArguments,
-        RewardArguments,
-        ObjectiveArguments,
-        GRPOTrainArguments,
-        ChordArguments,
-        argv=tokens,
-    )
-    assert args.chord_sft_files and mu_at(0, args) != mu_at(10**6, args)
+    args = config.parse(*ARGUMENTS, argv=tokens)[-1]
+    assert args.chord_sft_files and mu_at(0, args) == 0.9 and mu_at(200, args) == 0.05
 
 
 # ---- gradients of both terms in one process and over ranks

@@ -7,13 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common import run
 from common.checkpoint import TrainState
 from common.config import DataArguments, ModelArguments
 from common.data import Order
 from grpo import sampling
-from grpo.experience import GRPOTrainArguments, Setup, resume_surplus, roll_out, start_ahead, write_unfinished
+from grpo.batches import make_mini_batches
+from grpo.experience import (
+    GRPOTrainArguments,
+    Rollout,
+    Setup,
+    on_policy_distance,
+    resume_surplus,
+    roll_out,
+    start_ahead,
+    write_unfinished,
+)
 from grpo.objectives import ObjectiveArguments
 from grpo.rollout import Answer, Completion, Question, RolloutArguments, SyncReport, read_lines, rollout_path
 from grpo.sampling import Prompts, announce, carries_signal, fill, read_pass_rates
@@ -279,6 +290,21 @@ def test_a_rollout_that_is_not_filled_says_so(tmp_path, at_once, caplog):
     full = [len(groups_in(tmp_path, "step", step)) == SIZE for step in range(1, 13)]
     assert caplog.text.count("the rollout is not full") == full.count(False) > 0
     assert "batches bear 0.667" in caplog.text
+
+
+def test_the_engine_is_judged_by_what_the_weights_of_now_have_sampled():
+    answers = made_up("old", [1.0, 0.0]) + made_up("new", [1.0, 0.0])
+    for answer in answers:
+        answer.completion.weight_versions = [(3 if answer.question.id == "old" else 5, 0, 1)]
+    options = dict(max_length=3, bins_per_row=1, packing=True, pad_to=None, mask_truncated=False, with_kl=False)
+    mini_batches = make_mini_batches(answers, 2, **options)
+    for batch in (batch for batches in mini_batches for batch in batches):
+        old = torch.tensor([answers[index].question.id == "old" for index in batch.answers])[batch.row]
+        batch.old = batch.sampled + 0.5 * old + 0.01
+    rollout = Rollout(6, mini_batches, [], {}, 3)
+    assert sum(len(batches) for batches in mini_batches) == 4
+    distances = [on_policy_distance(rollout, answers, version) for version in (3, 5, 4)]
+    assert distances[:2] == pytest.approx([0.51, 0.01], abs=1e-6) and distances[2] is None
 
 
 # ---- whole runs
