@@ -364,8 +364,10 @@ def draw(measured: Measurement, found: dict, path: Path, matplotlib) -> None:
     rates = list(measured.rates.values())
     for number in LEVELS:
         counts = Counter(k / n for k, n in rates if level(k, n) == number)
+        if not counts:
+            continue
         left.bar(counts.keys(), counts.values(), width=0.8 / max(n for _, n in rates), label=f"L{number}: {sum(counts.values())}")
-    left.set(xlabel="share of right answers", ylabel="prompts", title=f"{found['prompts']} prompts")
+    left.set(xlim=(-0.1, 1.1), xlabel="share of right answers", ylabel="prompts", title=f"{found['prompts']} prompts")
     left.legend(fontsize=7)
     sizes = [2, 4, 6, 8, 12, 16, 24, 32]
     kept = [rate for rate in rates if level(*rate) in range(2, 6)]

@@ -270,9 +270,18 @@ def _has_form(text: str) -> bool:
     return judge.format is None or judge.format[0](text)
 
 
+def _prepare() -> None:
+    """In every worker, before the first rollout: ValueError for a wrong configuration."""
+    seconds, timeout = current().config.seconds, float(os.environ.get("REWARD_TIMEOUT", "inf"))
+    if seconds >= timeout:
+        raise ValueError(
+            f"{os.environ[VARIABLE]}: seconds is {seconds:g}, the run's reward_timeout {timeout:g}: the judge would be killed while it waits. Raise reward_timeout."
+        )
+
+
 gated.format_rule = _has_form
 for _function in (gated, accuracy, helpfulness):
-    _function.prepare = current  # a wrong configuration ends the run before the first rollout
+    _function.prepare = _prepare
 
 
 # ---- command line --------------------------------------------------------------------------------------------------------------------

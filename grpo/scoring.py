@@ -72,7 +72,7 @@ def combine(components: dict[str, float | None], weights: Sequence[float]) -> Sc
 class Worker:
     """One process that calls reward functions. It owns no GPU and imports no torch unless a function does."""
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str], timeout: float):
         self.names = names
         here, there = Pipe()
         root = str(Path(__file__).resolve().parents[1])
@@ -81,7 +81,8 @@ class Worker:
             [sys.executable, "-m", "grpo.rewards", str(there.fileno()), *names],
             pass_fds=[there.fileno()],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            # REWARD_TIMEOUT: a function that waits for others (a judge) must be done before it is killed.
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "REWARD_TIMEOUT": str(timeout)},
         )
         there.close()
         self.connection = here
@@ -129,7 +130,7 @@ class RewardPool:
         self.args = args
         self.failures = 0  # calls that failed so far (on_reward_error: none)
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._workers = [Worker(args.reward_funcs) for _ in range(args.reward_workers)]
+        self._workers = [Worker(args.reward_funcs, args.reward_timeout) for _ in range(args.reward_workers)]
         try:
             for worker in self._workers:
                 worker.wait_until_ready(self.START_TIMEOUT)
@@ -174,7 +175,7 @@ class RewardPool:
         finally:
             if not worker.alive:
                 self._workers.remove(worker)
-                worker = Worker(self.args.reward_funcs)
+                worker = Worker(self.args.reward_funcs, self.args.reward_timeout)
                 self._workers.append(worker)
                 worker.wait_until_ready(self.START_TIMEOUT)
             self._idle.put(worker)

@@ -1,4 +1,4 @@
-"""Judged rewards: the gate, its values, and what a failing judge does; once against a real server (vLLM on the CPU)."""
+"""Judged rewards: the gate, its values, and what a failing judge does. tests/test_real_endpoint.py asks a real server."""
 
 import json
 from collections import Counter
@@ -7,8 +7,6 @@ import pytest
 import yaml
 from conftest import ROOT
 from fake_chat import FakeChat
-from test_real_model import smollm2  # noqa: F401 - a fixture
-from vllm_server import VllmServer, rollout_python
 
 pytest.importorskip("openai", reason="bash env/setup.sh train --with openai")
 
@@ -193,6 +191,7 @@ def test_in_the_workers_of_a_run(configure, tmp_path):
         (lambda c: c.update(lenguage="ja"), "did you mean language"),
         (lambda c: c.update(accuracy="grpo.rewards:no_such"), "has no function no_such"),
         (lambda c: c["endpoint"].update(api_key_env="NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE .* is empty"),
+        (lambda c: c.update(seconds=60), "seconds is 60, the run's reward_timeout 60"),
     ],
 )
 def test_a_wrong_configuration_ends_the_run_before_it_starts(change, message, configure):
@@ -237,32 +236,3 @@ def test_check_and_report(configure, tmp_path, capsys):
     # 9 + 6 replies, and garbage twice: 100 tokens each, 10 a million.
     assert "requests 15, cached 0, tries 16, tokens_in 1600, tokens_out 160, cost 0.0160" in out
     assert judge.main(["report", str(tmp_path / "none.jsonl")]) == 2 and "no such file" in capsys.readouterr().err
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(rollout_python() is None, reason="no rollout environment: bash env/setup.sh rollout")
-def test_a_real_server(smollm2, configure, tmp_path):  # noqa: F811 - the fixture
-    """A language model too small to judge well, but held to the schema by the server: every verdict is one, and the second time is free."""
-    with VllmServer(smollm2, tmp_path / "server.log", "--max-model-len", "2048", tokenizer=True, stock=True) as server:
-        server.wait()
-        server.url += "/v1"
-        client = {
-            "model": str(smollm2),
-            "cache": str(tmp_path / "cache.jsonl"),
-            "attempt_seconds": 120.0,
-            "deadline": 300.0,
-            "max_tokens": 512,
-        }
-        configure(server, endpoint=client, seconds=400)
-        completions = ["The answer is e: ornithine transcarbamylase deficiency blocks the urea cycle.", "The answer is a.", ""]
-        verdicts = judge.current().judge(
-            [PROMPT] * 3, completions, {name: [value] * 3 for name, value in COLUMNS.items()}, helpfulness=True
-        )
-        counters = judge.current().endpoint.counters
-        judge._judge.cache_clear()
-        again = judge.current().judge([PROMPT] * 3, completions, {name: [value] * 3 for name, value in COLUMNS.items()}, helpfulness=True)
-    assert all(v.accuracy in (0.0, 1.0) or v.failure == "accuracy: truncated" for v in verdicts), verdicts
-    assert any(v.failure is None for v in verdicts[:2]) and verdicts[2].accuracy == 0.0
-    assert counters.tokens_in > 500 and counters.tokens_out > 10 and counters.cost > 0
-    assert [v for v in again if v.failure is None] == [v for v in verdicts if v.failure is None]
-    assert judge.current().endpoint.counters.cached >= 1
