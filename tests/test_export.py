@@ -261,6 +261,7 @@ class Saved:
     """A training checkpoint of which only some parameters were trained (+1)."""
 
     trained = ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.3.self_attn.q_norm.weight", "lm_head.weight")
+    adapters = None
 
     def __init__(self, folder):
         content = json.loads((Path(folder) / "saved.json").read_text())
