@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from common.answers import f1, gold_of, is_right, read_answer
 from common.paired_tests import mean_interval
 
+LEAST_PROMPTS = 10  # below this an interval from the prompts' spread says little
+
 
 def mean(values: Iterable[float | None]) -> float | None:
     values = [value for value in values if value is not None]
@@ -21,7 +23,7 @@ def by_prompt(lines: Iterable[dict]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in rewards.items()}
 
 
-def curve(rollouts: dict[int, list[dict]], baseline: dict[str, float], most: int = 20) -> list[dict]:
+def curve(rollouts: dict[int, list[dict]], baseline: dict[str, float], most: int = 10) -> list[dict]:
     """Mean reward of at most `most` stretches of rollouts {step: lines}, and its paired difference from the baseline {id: mean reward}."""
     steps = sorted(rollouts)
     width = -(-len(steps) // most) if steps else 1
@@ -36,7 +38,7 @@ def curve(rollouts: dict[int, list[dict]], baseline: dict[str, float], most: int
         if differences:
             difference, low, high = mean_interval(differences)
             row |= {"paired_prompts": len(differences), "difference": difference}
-            row |= {"low": low, "high": high} if len(differences) > 1 else {}  # one prompt says nothing of the others
+            row |= {"low": low, "high": high} if len(differences) >= LEAST_PROMPTS else {}
         result.append(row)
     return result
 

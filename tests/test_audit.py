@@ -116,8 +116,7 @@ def test_an_honest_run_passes(run, capsys):
     assert len(before) == report["baseline"]["prompts"] == 5 and before.keys() <= {line["id"] for s in steps for line in s}
     for row, step in zip(report["rollouts"], steps, strict=True):
         pairs = [value - before[name] for name, value in means(step).items() if name in before]
-        assert row["paired_prompts"] == len(pairs) >= 2
-        assert (row["difference"], row["low"], row["high"]) == pytest.approx(mean_interval(pairs))
+        assert row["paired_prompts"] == len(pairs) >= 2 and row["difference"] == pytest.approx(sum(pairs) / len(pairs))
     first, last = (means(lines_of(run / "rollouts" / f"eval-00000{step}.jsonl")) for step in (0, 2))
     assert report["evaluations"][1]["difference"] == pytest.approx(sum(last[name] - first[name] for name in first) / 3)
 
@@ -305,8 +304,9 @@ def test_exact_match_beside_f1():
 def test_curve_is_cut_into_stretches():
     rollouts = {step: [{"id": "a", "reward": float(step)}, {"id": "b", "reward": None}] for step in range(1, 46)}
     rows = curve(rollouts, {"a": 1.0, "b": 5.0})
-    assert [(row["from"], row["to"]) for row in rows][:2] == [(1, 3), (4, 6)] and len(rows) == 15
-    assert rows[1]["reward"] == 5.0 and rows[1]["paired_prompts"] == 3 and rows[1]["difference"] == pytest.approx(4.0)
-    [row] = curve({7: rollouts[7]}, {"a": 1.0})
-    assert row["difference"] == 6.0 and "low" not in row
+    assert [(row["from"], row["to"]) for row in rows][:2] == [(1, 5), (6, 10)] and len(rows) == 9
+    assert rows[1]["reward"] == 8.0 and rows[1]["paired_prompts"] == 5 and rows[1]["difference"] == pytest.approx(7.0)
+    assert "low" not in rows[1]
+    [row] = curve(rollouts, {"a": 1.0}, most=1)
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx(mean_interval([float(step - 1) for step in range(1, 46)]))
     assert "difference" not in curve({7: rollouts[7]}, {})[0]

@@ -273,6 +273,19 @@ def test_run_asks_marks_and_goes_on_after_a_kill(tiny_dir, tmp_path, scored):
     assert code == 2 and "whole.answers.jsonl was made by" in error and "temperature 0.0, now 0.5" in error
 
 
+def test_servers_that_are_not_there(tmp_path, scored, monkeypatch):
+    command = ("run", "--server", "http://127.0.0.1:9", "--data", write(tmp_path / "exam.jsonl", EXAM), "--output", tmp_path / "new.jsonl")
+    code, error = scored(*command)
+    assert code == 2 and "http://127.0.0.1:9 is no OpenAI-compatible server that answers" in error
+
+    def gone(*_):
+        raise RuntimeError("no server has answered for 10 minutes. What was made is kept; start again to go on.")
+
+    monkeypatch.setattr(evaluate.generate, "generate", gone)
+    assert scored(*command) == (1, "error: no server has answered for 10 minutes. What was made is kept; start again to go on.\n")
+    assert not (tmp_path / "new.jsonl").exists()
+
+
 def test_tables_for_people(tmp_path, capsys):
     base = write(tmp_path / "base.jsonl", own(["b"] * 8 + ["a"] * 32))
     new = write(tmp_path / "new.jsonl", own(["a"] * 39 + ["b"]))
