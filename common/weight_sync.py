@@ -34,7 +34,13 @@ SAMPLED_ELEMENTS = 4096  # of each tensor, to estimate how many bf16 elements a 
 
 
 class ServersLost(RuntimeError):
-    """No server is left."""
+    """No server is left, and none came back in time. `completions`: answers of the rollout at hand that were finished before."""
+
+    waited = True  # asking again would be of no use
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.completions: list = []
 
 
 class Lane:

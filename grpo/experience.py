@@ -23,6 +23,7 @@ from common.config import DataArguments, ModelArguments, TrainArguments, option
 from common.data import collate, pack, terminal_safe
 from common.fsdp import ShardedModel
 from common.jsonl import write_lines
+from common.weight_sync import ServersLost
 from grpo import objectives
 from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
 from grpo.batches import AnswerRows, MicroBatch, load_logps, logps_path, make_mini_batches, save_logps, weigh
@@ -216,22 +217,34 @@ def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
     """
     args, rewards, first_step = setup.rollout_args, setup.reward_args, state.step + 1
     finished = keep_finished(setup, first_step)
-    report = sync(setup, state.step)
     epoch, offset = state.epoch, state.offset
     generated: list[Answer] = []
     seconds = {"rollout": 0.0, "reward": 0.0}
+
+    def keep(completions: list[Completion]) -> None:
+        made = [answer.completion for answer in generated] + completions
+        ids = {completion.id for completion in made}
+        write_unfinished(setup, made + [c for c in finished if c.id not in ids], prompts.questions, first_step)
+
+    try:
+        report = sync(setup, state.step)
+    except ServersLost:
+        keep([])
+        raise
 
     def draw(number: int, without: set[str]) -> list[Group] | None:
         nonlocal epoch, offset
         start = time.perf_counter()
         questions, epoch, offset = prompts.next(epoch, offset, without)
         seed = rollout_seed(setup, first_step, number)
-        answers, stopped = generate(setup, questions, args.num_generations, args.temperature, seed, finished)
+        try:
+            answers, stopped = generate(setup, questions, args.num_generations, args.temperature, seed, finished)
+        except ServersLost as error:
+            keep(error.completions)
+            raise
         seconds["rollout"] += time.perf_counter() - start
         if stopped:
-            ids = {answer.question.id for answer in generated + answers}
-            made = [answer.completion for answer in generated + answers] + [c for c in finished if c.id not in ids]
-            write_unfinished(setup, made, prompts.questions, first_step)
+            keep([answer.completion for answer in answers])
             return None
         start = time.perf_counter()
         score(setup, answers)
@@ -331,7 +344,7 @@ def write_unfinished(setup: Setup, completions: list[Completion], questions: lis
         if mine:
             path = rollout_path(setup.output_dir, "unfinished", first_step)
             write_lines(path, (Answer(by_id[c.id], c, "").line(first_step) for c in completions))
-    log.info("%s found: %d answers to the prompts of step %d are finished and kept", run.STOP, len(completions), first_step)
+    log.info("%d answers to the prompts of step %d are finished and kept", len(completions), first_step)
 
 
 @torch.no_grad()

@@ -52,6 +52,9 @@ class RolloutArguments:
     difficulty_file: str | None = option(
         None, "Pass rates of the prompts (lines with id, k, n, from python -m grpo.difficulty), for the collapse rate to be expected."
     )
+    server_wait_minutes: float = option(
+        10.0, "vllm: how long to wait when no server answers; then the run is saved and ends with an error."
+    )
     rollout_batch_size: int = option(64, "hf: answers generated at a time on one rank.")
     eval_num_generations: int = option(1, "Evaluation. 1: greedy; more: so many samples at the training temperature.")
     eval_on_start: bool = option(False, "Evaluate before the first step too.")
@@ -71,6 +74,8 @@ class RolloutArguments:
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0, greedy answers to a prompt are all the same.")
+        if not self.server_wait_minutes > 0:
+            raise ValueError(f"server_wait_minutes is {self.server_wait_minutes}; it must be above 0.")
         if self.rollout_lag not in (0, 1):
             raise ValueError(f"rollout_lag is {self.rollout_lag}; it must be 0 or 1.")
         if (self.rollout_backend == "vllm") != bool(self.vllm_servers):
@@ -330,15 +335,15 @@ class Ahead:
         return everything
 
 
-def finished_of(generate: Callable[[], list[Completion]]) -> tuple[list[Completion], bool]:
-    """(completions, False), or (those that were finished, True) where the back-end lost its engines on the way and says so by carrying them."""
+def finished_of(generate: Callable[[], list[Completion]]) -> tuple[list[Completion], RuntimeError | None]:
+    """(completions, None), or (those that were finished, the error) where the back-end lost its engines and says so by carrying them."""
     try:
-        return generate(), False
+        return generate(), None
     except RuntimeError as error:
         if not hasattr(error, "completions"):
             raise
-        log.warning("%s; %d answers are finished, the rest is generated again", error, len(error.completions))
-        return error.completions, True
+        log.warning("%s; %d answers are finished", error, len(error.completions))
+        return error.completions, error
 
 
 def collect(
@@ -356,7 +361,8 @@ def collect(
     """(`num_generations` completions to each question, in the questions' order, on every rank; stopped). A collective.
 
     `kept`: completions that are there already. When STOP appears meanwhile: the finished ones only, True. `version`: the engines' weights;
-    where all engines are lost on the way they get them again, and the rest is asked for, `max_tries` times in all.
+    where all engines are lost on the way they get them again, and the rest is asked for, `max_tries` times in all. Where none comes back
+    the back-end's error is raised, with `completions`: all that were finished.
     """
     done = {(c.id, c.sample): c for c in kept}
     poll, stopped = StopPoll(stop_file), False
@@ -369,12 +375,19 @@ def collect(
         if stopped or not missing:
             break
         if attempt:
-            backend.sync(version)
+            try:
+                backend.sync(version)
+            except RuntimeError as error:
+                error.completions = list(done.values())
+                raise
         for count, prompts in sorted(missing.items()):
             call_seed = random.Random(f"{seed} {count} {attempt}").getrandbits(53)
             made, lost = finished_of(lambda: backend.generate(prompts, count, seed=call_seed, poll=poll, **sampling))  # noqa: B023 - called at once
-            everything = dist.gather_objects((made, lost, poll.seen))
+            everything = dist.gather_objects((made, lost is not None, poll.seen))
             _add(done, [c for part, _, _ in everything for c in part], prompts, count, num_generations)
+            if getattr(lost, "waited", False):  # on all ranks
+                lost.completions = list(done.values())
+                raise lost
             stopped = any(seen for _, _, seen in everything)
             if stopped or any(lost for _, lost, _ in everything):
                 break

@@ -12,6 +12,8 @@ methods. Every term of the loss is a sum over the mini-batch of all ranks divide
 
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Order, PackedBatch
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
+from common.weight_sync import ServersLost
 from grpo import audit, difficulty, objectives, one_node
 from grpo.batches import MicroBatch
 from grpo.chord import Chord, ChordArguments, load_chord, mu_at
@@ -166,7 +169,8 @@ def make_backend(
 ) -> RolloutBackend:
     if rollout_args.rollout_backend == "vllm":
         probe = [question.prompt_ids for question in questions[:8]]
-        return VllmBackend(rollout_args.vllm_servers, model, rollout_lag=rollout_args.rollout_lag, probe_prompts=probe)
+        lag, wait_minutes = rollout_args.rollout_lag, rollout_args.server_wait_minutes
+        return VllmBackend(rollout_args.vllm_servers, model, rollout_lag=lag, probe_prompts=probe, wait_minutes=wait_minutes)
     stop_ids = sorted(Chat(tokenizer).stops.values())
     if not stop_ids:
         raise ValueError("neither tokenizer nor generation_config.json names a token that ends an answer")
@@ -174,6 +178,16 @@ def make_backend(
     if model_args.quantization == "nf4":
         return one_node.OneNodeBackend(model, stop_ids=stop_ids, pad_id=pad_id, batch_size=rollout_args.rollout_batch_size)
     return HfBackend(model, model_args, stop_ids=stop_ids, pad_id=pad_id, batch_size=rollout_args.rollout_batch_size)
+
+
+@contextmanager
+def saved_when_servers_are_lost(save: Callable[[], None]) -> Iterator[None]:
+    """A run whose servers do not come back ends, but keeps the steps since its last checkpoint."""
+    try:
+        yield
+    except ServersLost:
+        save()
+        raise
 
 
 @record
@@ -253,13 +267,15 @@ def main() -> None:
         audit.measure_baseline(setup, prompts, -(-total_steps // updates))
     if position := state.step % updates:
         rollout = resume_rollout(setup, questions, state.step - position + 1)
+    save = partial(run.save, output_dir, args, model, optimizer, state, identity)
     progress = dist.progress(total_steps, "grpo", "step", initial=state.step)
     performance.restart()
     while state.step < total_steps:
         position = state.step % updates
         stop = bool(run.agree(run.stop_requested(output_dir))[0])
         if not stop and position == 0:
-            made = roll_out(setup, prompts, state)
+            with saved_when_servers_are_lost(save):
+                made = roll_out(setup, prompts, state)
             stop = made is None
             if made is not None:
                 if rollout_args.rollout_lag and state.step + updates < total_steps:
@@ -274,7 +290,7 @@ def main() -> None:
         if stop:
             if setup.ahead is not None:
                 write_unfinished(setup, setup.ahead.take(), questions, setup.ahead_step)
-            run.save(output_dir, args, model, optimizer, state, identity)
+            save()
             run.check_frozen(model)
             log.info("%s found: saved at step %d, ending", run.STOP, state.step)
             close(setup, metrics)
@@ -332,11 +348,12 @@ def main() -> None:
         progress.update()
 
         if held_out and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
-            values |= evaluate(setup, held_out, state.step)
+            with saved_when_servers_are_lost(save):
+                values |= evaluate(setup, held_out, state.step)
         if values:
             metrics.log(state.step, values)
         if args.save_steps and (last or state.step % args.save_steps == 0):
-            run.save(output_dir, args, model, optimizer, state, identity)
+            save()
         if values:
             performance.restart()  # evaluation and saving do not count as training time
 

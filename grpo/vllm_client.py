@@ -72,11 +72,13 @@ class Choice:
 
 
 class GenerationLost(ServersLost):
-    """No server is left; `completions` are those that were finished, `missing` the ids of prompts without an answer."""
+    """No server is left; nobody has waited for one yet."""
 
-    def __init__(self, message: str, completions: list[Completion], missing: list[str]):
+    waited = False
+
+    def __init__(self, message: str, completions: list[Completion]):
         super().__init__(message)
-        self.completions, self.missing = completions, missing
+        self.completions = completions
 
 
 @dataclass
@@ -443,13 +445,17 @@ class VllmBackend:
             lost = bool(missing) and not stopped
             if self.rollout_lag:
                 if lost:
-                    raise GenerationLost(_losses(endpoints), completions, [request.id for request in missing])
+                    raise GenerationLost(_losses(endpoints), completions)
                 return completions
             if not any(dist.gather_objects(lost)):
                 return completions
             log.warning("%d prompts are unanswered: %s", len(missing), _losses(endpoints))
             requests = missing
-            self.sync(self.version)
+            try:
+                self.sync(self.version)
+            except ServersLost as error:
+                error.completions = completions
+                raise
 
     def _check_lengths(self, prompts: list[Prompt], max_new_tokens: int) -> None:
         limits = [info["max_model_len"] for info in self._push.info.values()]

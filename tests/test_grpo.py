@@ -168,8 +168,8 @@ from grpo import train, twin
 class Server(twin.HfBackend):
     """An engine of its own, as the trainer sees one: it holds the weights of the last sync, and generating calls no collective."""
 
-    def __init__(self, servers, model, *, rollout_lag, probe_prompts):
-        assert servers == ["http://stand-in:1"] and probe_prompts
+    def __init__(self, servers, model, *, rollout_lag, probe_prompts, wait_minutes):
+        assert servers == ["http://stand-in:1"] and probe_prompts and wait_minutes == 10
         args = train.config.parse(train.ModelArguments, argv=["--model_name_or_path", str(model.source.path)])[0]
         super().__init__(model, args, stop_ids=[379], pad_id=377, batch_size=16)
 

@@ -380,6 +380,24 @@ def test_lost_engines_get_the_weights_again_and_only_the_rest_is_generated(tmp_p
         collect(FailingEngine(9), plain_questions(2), 4, tmp_path / "STOP", version=9, seed=0, max_tries=1)
 
 
+@pytest.mark.parametrize("waited", [True, False])
+def test_engines_that_do_not_come_back_leave_what_was_finished(waited, tmp_path, monkeypatch):
+    """Whether the back-end has waited for them itself, or they are still gone when they should get the weights again."""
+    engine = FailingEngine(1)
+
+    def sync(version):
+        raise RuntimeError("no server came back")
+
+    engine.sync = sync
+    monkeypatch.setattr(Lost, "waited", waited, raising=False)
+    kept = [Completion("q0", 1, [5], [-1.0], "stop", [(9, 0, 1)])]
+    with pytest.raises(RuntimeError, match="all engines are gone" if waited else "no server came back") as caught:
+        collect(engine, plain_questions(3), 2, tmp_path / "STOP", kept, version=9, seed=0)
+    # one answer is there, one is asked for of q0 and two of the others; of the first call, for q0 alone, nothing is finished
+    assert [(c.id, c.sample) for c in caught.value.completions] == [("q0", 1)]
+    assert len(engine.asked) == 1
+
+
 def test_answers_generated_ahead(tmp_path):
     """What was generated ahead is not asked for again; what is missing of it is; another failure of the thread is raised where it is taken."""
     questions, engine = plain_questions(3), FailingEngine(1)

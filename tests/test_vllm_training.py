@@ -5,6 +5,7 @@ Needs the rollout environment (bash env/setup.sh rollout).
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -118,18 +119,41 @@ def test_one_rollout_ahead_through_vllm(server, warmed, tmp_path):
 
 def test_stop_while_servers_generate(server, warmed, base, tmp_path):
     """What is finished is kept and not generated again. A model that has learnt nothing: its answers are long."""
-    options = ("--max_steps=1", "--num_prompts_per_step=24", "--num_generations=2", "--max_length=400", "--max_completion_length=300")
+    options = ("--max_steps=1", "--num_prompts_per_step=56", "--num_generations=4", "--max_length=500", "--max_completion_length=450")
     probe_and_two = server.answered() + 8 + 2
     process = grpo(tmp_path, warmed, server, base, *options)
     while server.answered() < probe_and_two and process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.02)
+    server.signal(signal.SIGSTOP)  # or it might be done before the trainer looks for the file
     (tmp_path / "run" / "STOP").touch()
-    assert "STOP found: saved at step 0" in finish(tmp_path, process)
+    try:
+        assert "STOP found: saved at step 0" in finish(tmp_path, process)
+    finally:
+        server.signal(signal.SIGCONT)
     rollouts = tmp_path / "run" / "rollouts"
     kept = [json.loads(line) for line in (rollouts / "unfinished-000001.jsonl").read_text().splitlines()]
-    assert 2 <= len(kept) < 48 and not (rollouts / "step-000001.jsonl").exists()
+    assert 8 <= len(kept) < 224 and not (rollouts / "step-000001.jsonl").exists()
     finish(tmp_path, grpo(tmp_path, warmed, server, base, *options))
     answers = [json.loads(line) for line in (rollouts / "step-000001.jsonl").read_text().splitlines()]
     by_place = {(line["id"], line["sample"]): line["completion_ids"] for line in answers}
-    assert len(answers) == 48 == len(by_place) and (tmp_path / "run" / "DONE").exists()
+    assert len(answers) == 224 == len(by_place) and (tmp_path / "run" / "DONE").exists()
     assert all(by_place[line["id"], line["sample"]] == line["completion_ids"] for line in kept)
+
+
+def test_servers_that_do_not_come_back(server, warmed, tmp_path):
+    """The run ends with an error, but keeps what it has trained since the last checkpoint; with a new server the same command goes on."""
+    model, run = warmed / "sft" / "final", tmp_path / "run"
+    options = ("--max_steps=12", "--num_prompts_per_step=8", "--server_wait_minutes=0.1")
+    process = grpo(tmp_path, warmed, server, model, *options)
+    while process.poll() is None and not ((run / "metrics.jsonl").exists() and len(read_metrics(run)) >= 2):
+        time.sleep(0.02)
+    server.kill()
+    assert process.wait(timeout=300) == 1
+    assert "no server came back within 6 s" in (tmp_path / "output").read_text()
+    before = read_metrics(run)
+    assert 2 <= len(before) < 12 and (run / f"checkpoint-{len(before):06d}" / "COMPLETE").exists()
+    server.start().wait()
+    finish(tmp_path, grpo(tmp_path, warmed, server, model, *options))
+    after = read_metrics(run)
+    assert [line["step"] for line in after] == list(range(1, 13)) and after[: len(before)] == before
+    assert [line["grpo/weight_version"] for line in after] == list(range(12))
