@@ -329,9 +329,18 @@ def test_trainer_that_restarts_takes_over(model):
 
 def test_servers_that_cannot_be_synced_say_how_to_start(model):
     with servers() as (server,), syncing(model, [server]) as sync:
-        server.faults["sync_describe"] = 404
-        with pytest.raises(ValueError, match="--worker-extension-cls common.vllm_worker.WorkerExtension"):
+        how_to_start = "--worker-extension-cls common.vllm_worker.WorkerExtension"
+        server.faults["sync_describe"] = 404  # no development mode
+        with pytest.raises(ValueError, match=how_to_start):
             sync.push(0)
+        server.faults["sync_describe"] = 500  # an engine that has died: it may be restarted
+        with pytest.raises(ServersLost, match="told to fail"):
+            sync.push(0)
+        del server.faults["sync_describe"]
+        server.on_sync_describe = lambda: object().sync_describe  # workers without the extension
+        with pytest.raises(ValueError, match=how_to_start):
+            sync.push(0)
+        del server.on_sync_describe
         server.faults["sync_describe"] = changed(quantization="fp8")
         with pytest.raises(ValueError, match="serves fp8 weights"):
             sync.push(0)
