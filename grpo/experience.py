@@ -500,6 +500,9 @@ def check_first_rollout(setup: Setup, answers: list[Answer], rollout: Rollout) -
             f"the engine gives its own samples log-probabilities that differ from the trainer's by {distance:.4f} a token, allowed {limit}: "
             "it does not have the trainer's weights, or samples in another way (temperature, top_k, penalties)."
         )
+    if distance is None:
+        log.warning("rollout check: no answer of the weights of now trains, so engine and trainer were not compared")
+        return
     log.info(
         "rollout check: log-probabilities of engine and trainer differ by %.2g a token, %.2g at most",
         rollout.figures["grpo/logp_diff_mean"],
