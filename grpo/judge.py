@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from grpo.prompt_files import read_prompt
 log = logging.getLogger(__name__)
 
 VARIABLE = "JUDGE_CONFIG"
+WINDOW, LEAST = 200, 50  # last answers of one worker that max_failures is about, and how many there must be
 TEMPLATES = Path(__file__).with_name("judge_templates")
 LANGUAGES = ("en", "ja")
 
@@ -65,6 +66,7 @@ class JudgeConfig:
     format: str | None = None  # a reward function whose form (grpo/formats.py) earns format_reward
     format_reward: float = rewards.FORMAT_REWARD
     seconds: float = 50.0  # for one call of a function; less than reward_timeout
+    max_failures: float = 0.5  # share of the last answers without a verdict from which on the run ends
     log: str | None = None  # JSON Lines: what was judged, and why not
 
     def __post_init__(self):
@@ -72,6 +74,8 @@ class JudgeConfig:
             raise ValueError(f"language is {self.language}; templates are shipped for {', '.join(LANGUAGES)}")
         if not 0 <= self.alpha < 1 or not self.seconds > 0:
             raise ValueError(f"alpha is {self.alpha} and seconds {self.seconds}; alpha must lie in [0, 1), seconds must be positive")
+        if not 0 < self.max_failures <= 1:
+            raise ValueError(f"max_failures is {self.max_failures}; it must be above 0, and at most 1 (never ends the run)")
         if not 0 <= self.format_reward < 1:
             raise ValueError(f"format_reward is {self.format_reward}; from 1 on, the form alone would outweigh a right answer")
 
@@ -105,6 +109,7 @@ class Judge:
             self.format = format_rule(self.config.format)
             if self.format is None:
                 raise ValueError(f"{path}: no form is known for format: {self.config.format}; give it an attribute format_rule")
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)
         self._log = AppendLog(self.config.log) if self.config.log else None
         if self._log is not None:
             digest = hashlib.sha256("".join(map("".join, self.templates.values())).encode()).hexdigest()[:16]
@@ -184,7 +189,7 @@ class Judge:
             yield
 
     def record(self, function: str, columns: dict, completions: list[str], verdicts: list[Verdict]) -> None:
-        """What became of one call, in the log; failures in the run's log as well."""
+        """What became of one call, in the log; failures in the run's log as well. EndpointError where most answers have no verdict any more."""
         prompt_id = next(iter(columns.get("id", [])), None)
         failures = Counter(verdict.failure for verdict in verdicts if verdict.failure)
         if failures:
@@ -201,6 +206,13 @@ class Judge:
                               "tokens_out": counters.tokens_out, "cost": counters.cost},
                 }
             )  # fmt: skip
+        self._recent.extend(verdict.failure for verdict in verdicts)
+        failed = [failure for failure in self._recent if failure]
+        if len(self._recent) >= LEAST and len(failed) > self.config.max_failures * len(self._recent):
+            raise EndpointError(
+                f"the judge gave no verdict on {len(failed)} of the last {len(self._recent)} answers (mostly {Counter(failed).most_common(1)[0][0]}); "
+                "a run without rewards learns nothing. What is judged is in the cache: the same command goes on when the endpoint answers."
+            )
 
 
 def answer_of(text: str) -> str:

@@ -129,6 +129,15 @@ def test_a_failure_is_none_with_a_reason(answer, failure, configure, tmp_path, c
     assert line["failures"] == {failure: 1} and line["accuracy"][1:] == [1, 0] and line["helpfulness"] == [None, 1, 0]
 
 
+def test_a_judge_that_fails_most_of_the_time_ends_the_run(configure):
+    with FakeChat(by_words) as server:
+        configure(server, endpoint={"max_tries": 1, "attempt_seconds": 10.0}, max_failures=0.3)
+        for n in range(6):  # a quarter is borne
+            score(judge.accuracy, [f"garbage {n}", f"garbage {n} too", *(f"wrong {n} {i}" for i in range(6))])
+        with pytest.raises(endpoint.EndpointError, match="no verdict on 20 of the last 56 answers .mostly accuracy: invalid_json"):
+            score(judge.accuracy, [f"garbage {i}" for i in range(8)])
+
+
 def test_the_rule_can_be_the_gate(configure):
     with FakeChat(by_words) as server:
         configure(server, accuracy="grpo.rewards:choice_exact")
