@@ -66,6 +66,7 @@ class JudgeConfig:
     format: str | None = None  # a reward function whose form (grpo/formats.py) earns format_reward
     format_reward: float = rewards.FORMAT_REWARD
     seconds: float = 50.0  # for one call of a function; less than reward_timeout
+    thinking: bool = False  # the chat template opens <think> itself: an answer without </think> never came to its end
     max_failures: float = 0.5  # share of the last answers without a verdict from which on the run ends
     log: str | None = None  # JSON Lines: what was judged, and why not
 
@@ -118,7 +119,7 @@ class Judge:
     def judge(self, prompts, completions: list[str], columns: dict, *, helpfulness: bool) -> list[Verdict]:
         """A verdict on each answer; equal answers are asked about once."""
         until = time.monotonic() + self.config.seconds
-        answers = [answer_of(text) for text in completions]
+        answers = [answer_of(text, self.config.thinking) for text in completions]
         verdicts = [Verdict() for _ in answers]
         with self._turn(prompts, answers):
             self._accuracy(prompts, completions, answers, columns, verdicts, until)
@@ -201,7 +202,7 @@ class Judge:
                 {
                     "function": function, "id": prompt_id, "process": os.getpid(), "time": int(time.time()),
                     "accuracy": [verdict.accuracy for verdict in verdicts], "helpfulness": [verdict.helpfulness for verdict in verdicts],
-                    "chars": [len(answer_of(text)) for text in completions], "failures": dict(failures),
+                    "chars": [len(answer_of(text, self.config.thinking)) for text in completions], "failures": dict(failures),
                     "total": {"requests": counters.requests, "cached": counters.cached, "tries": counters.tries, "tokens_in": counters.tokens_in,
                               "tokens_out": counters.tokens_out, "cost": counters.cost},
                 }
@@ -215,11 +216,11 @@ class Judge:
             )
 
 
-def answer_of(text: str) -> str:
-    """An answer without what was thought before it; "" where thinking never ended."""
+def answer_of(text: str, thinking: bool = False) -> str:
+    """An answer without what was thought before it; "" where thinking never ended. thinking: it began in the prompt."""
     if "</think>" in text:
         return text.rpartition("</think>")[2].strip()
-    return "" if text.lstrip().startswith("<think>") else text.strip()
+    return "" if thinking or text.lstrip().startswith("<think>") else text.strip()
 
 
 def question_text(prompt) -> str:

@@ -138,6 +138,13 @@ def test_a_judge_that_fails_most_of_the_time_ends_the_run(configure):
             score(judge.accuracy, [f"garbage {i}" for i in range(8)])
 
 
+def test_thinking_that_began_in_the_prompt(configure):
+    with FakeChat(by_words) as server:
+        configure(server, thinking=True)
+        assert score(judge.accuracy, ["right, I think, but", "so</think>right"]) == [0.0, 1.0]
+    assert [answer_in(body) for body in server.bodies] == ["right"]
+
+
 def test_the_rule_can_be_the_gate(configure):
     with FakeChat(by_words) as server:
         configure(server, accuracy="grpo.rewards:choice_exact")
