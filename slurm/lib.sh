@@ -182,8 +182,8 @@ step() {
     local first=$1 count=$2 list
     shift 2
     list=$(IFS=, && echo "${NODES[*]:first:count}")
-    # --cpu-bind=none: one task a node starts many processes, which must not all be pinned to its first core
-    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$list" --cpu-bind=none "$@" &
+    # --export=ALL: also in a job that was submitted with --export=NONE. --cpu-bind=none: one task a node starts many processes, which must not all be pinned to its first core
+    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$list" --export=ALL --cpu-bind=none "$@" &
     step_pid=$!
 }
 
@@ -213,7 +213,7 @@ preflight() {
         elif [ "$(tail -n 1 "$log" 2>/dev/null)" = PASS ]; then
             continue
         else
-            say "BAD $node: $(grep -h '^FAIL' "$log" 2>/dev/null || echo "no answer within $PREFLIGHT_SECONDS s, see $ATTEMPT/preflight/")"
+            say "BAD $node: $(grep -h '^FAIL' "$log" 2>/dev/null || echo "no report (at most $PREFLIGHT_SECONDS s); see $ATTEMPT/preflight/")"
         fi
         bad+=("$node")
     done
@@ -268,22 +268,22 @@ run_job() {
     end_attempt "$code"
 }
 
-# first_failure: which node ended first with an error, and the end of its log.
+# first_failure: which node ended first by itself with an error, and the end of its log. Those that Slurm ended after it are no causes.
 first_failure() {
-    local file host status first="" when earliest=""
+    local file status when host ended earliest="" first="" number
     for file in "$ATTEMPT"/exit-*; do
         [ -e "$file" ] || continue
-        read -r status when host <"$file"
-        if [ "$status" != 0 ] && { [ -z "$earliest" ] || [ "$when" -lt "$earliest" ]; }; then
-            earliest=$when first="$host $status ${file##*exit-}"
+        read -r status when host ended <"$file"
+        if [ "$status" != 0 ] && [ "$ended" = self ] && { [ -z "$earliest" ] || [ "$when" -lt "$earliest" ]; }; then
+            earliest=$when first="${file##*exit-} $host $status"
         fi
     done
     [ -e "$ATTEMPT/python" ] || return 0 # training had not been started
     if [ -z "$first" ]; then
-        say "no node reported why it ended (killed?): see the logs in $ATTEMPT, and sacct -j $JOB"
+        say "no node reported why it ended (killed, or lost): see the logs in $ATTEMPT, and sacct -j $JOB"
         return 0
     fi
-    read -r host status number <<<"$first"
+    read -r number host status <<<"$first"
     say "first to fail: node $number, $host, exit code $status. The end of its log:"
     tail -n 30 "$ATTEMPT/node-$number-$host.log" | sed "s/^/    $host: /"
 }

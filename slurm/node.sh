@@ -22,7 +22,7 @@ main() {
     # Blocks of memory that grow, instead of a new one for each size: FSDP's gathers of unequal units would leave holes.
     export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
-    local number log status=0 command
+    local number log status=0 ended=self command
     number=$(printf %03d "$NODE_RANK")
     log=$ATTEMPT/node-$number-$HOST.log
     [ "$NODE_RANK" != 0 ] || echo "$python" >"$ATTEMPT/python" # for the batch script's tools
@@ -30,13 +30,13 @@ main() {
     # failed; the batch script decides about a new attempt. The id names RUN/stacks/ID.RESTART, where stuck ranks leave their stacks.
     command=("$python" -m torch.distributed.run --nnodes "$NUM_NODES" --node-rank "$NODE_RANK" --nproc-per-node "$PROCS_PER_NODE"
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 --rdzv-id "${SLURM_JOB_ID:-${ATTEMPT##*/}}" -m "$@")
-    trap 'echo "[node $number $HOST] TERM: ended by the scheduler"' TERM # torchrun gets it too; how it ends is recorded below
+    trap 'ended=term; echo "[node $number $HOST] TERM: ended by the scheduler"' TERM # torchrun gets it too; how it ends is recorded below
     if [ "$NODE_RANK" = 0 ]; then
         "${command[@]}" 2>&1 | tee -i -a "$log" || status=$? # rank 0 is seen in the job's own log too
     else
         "${command[@]}" >>"$log" 2>&1 || status=$?
     fi
-    echo "$status $(date +%s) $HOST" >"$ATTEMPT/exit-$number"
+    echo "$status $(date +%s%N) $HOST $ended" >"$ATTEMPT/exit-$number"
     if [ "$status" = 0 ] && [ "$NODE_RANK" = 0 ]; then store_cache; fi
     exit "$status"
 }
