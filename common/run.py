@@ -4,8 +4,10 @@ import fcntl
 import json
 import logging
 import math
+import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,7 +98,30 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def stop_requested(output_dir: Path) -> bool:
     """Whether somebody asked this run to save and stop. Only rank 0's answer counts: all ranks must agree on the step."""
+    step_starts()
     return dist.is_main() and (output_dir / STOP).exists()
+
+
+_step_started = _slowest_step = 0.0  # seconds; what comes after one look for STOP runs to its end before the next
+
+
+def step_starts() -> None:
+    """STOP has just been looked for. Loops whose steps look for it in between call this themselves."""
+    global _step_started
+    _step_started = time.monotonic()
+
+
+def check_lead(save_seconds: float) -> float:
+    """How many seconds a stop of this run takes. Warns when the batch script's signal leaves less (STOP_LEAD_SECONDS, from #SBATCH --signal)."""
+    needed = _slowest_step + 1.5 * save_seconds
+    lead = os.environ.get("STOP_LEAD_SECONDS")
+    if lead and needed > float(lead):
+        log.warning(
+            "a stop takes up to %.0f s (slowest step %.0f s, 1.5 x %.0f s for the save), but the job is told only %s s before its limit: "
+            "raise #SBATCH --signal=B:USR1@SECONDS, or steps since the last checkpoint are lost.",
+            needed, _slowest_step, save_seconds, lead,
+        )  # fmt: skip
+    return needed
 
 
 def agree(*values: float) -> list[float]:
@@ -310,6 +335,7 @@ class StepGuard:
 
     def step(self, loss: float, lr: float, rows: Callable[[], str]) -> tuple[float, bool]:
         """`loss` must be the same on every rank. `rows` names the step's rows for the message. Returns (gradient norm, skipped)."""
+        global _slowest_step
         grad_norm = self.model.clip_grad_norm(self.args.max_grad_norm).item()
         skip = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skip:
@@ -321,6 +347,8 @@ class StepGuard:
             self.in_a_row = 0
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
+        if not self.first:  # the first one compiles
+            _slowest_step = max(_slowest_step, time.monotonic() - _step_started)
         if self.first:  # loading, compiling and the first step are over: from now on a long wait is a fault
             self.first = False
             dist.set_timeout(self.args.collective_timeout_minutes)
@@ -352,11 +380,13 @@ def save(output_dir: Path, args: TrainArguments, model: Model, optimizer: AdamW,
     if model.saved == state:
         return
     dist.rest()
+    start = time.monotonic()
     folder = checkpoint.save(
         output_dir, model.sharded, optimizer, state, model.base, batch_identity(args) | data_identity, args.save_total_limit
     )
     model.saved = replace(state)
-    log.info("saved %s", folder)
+    seconds = time.monotonic() - start
+    log.info("saved %s in %.1f s; a stop takes up to %.0f s", folder, seconds, check_lead(seconds))
     dist.beat()
 
 

@@ -276,6 +276,7 @@ def main() -> None:
         if not stop and position == 0:
             with saved_when_servers_are_lost(save):
                 made = roll_out(setup, prompts, state)
+            run.step_starts()  # the rollout looks for STOP itself
             stop = made is None
             if made is not None:
                 if rollout_args.rollout_lag and state.step + updates < total_steps:

@@ -348,6 +348,7 @@ at_limit() {
 again_unless_idle() {
     if [ "$1" -ge "$MAX_IDLE" ]; then
         say "$1 attempts in a row without a new checkpoint (MAX_IDLE=$MAX_IDLE): not started again. A longer --time, or a lower save_steps?"
+        if [ "$code" = 0 ]; then code=1; fi; echo "$code" >"$ATTEMPT/exit_code" # nothing is finished: what waits for a good end of this job must not start
     else
         again "${2:-}"
     fi

@@ -379,13 +379,14 @@ def test_attempt_keeps_what_was_run_and_no_key_is_shown(cluster):
 
 
 def test_stopped_before_the_limit_saved_requeued_and_finished(cluster):
-    cluster.trainer(WAITS_FOR_STOP.format(save=SAVES.format(step="10")))
+    cluster.trainer('echo "$STOP_LEAD_SECONDS" >"$FAKE/lead"; ' + WAITS_FOR_STOP.format(save=SAVES.format(step="10")))
     job = cluster.start()
     cluster.until(lambda: training(cluster), job)
     job.send_signal(signal.SIGUSR1)
     output = cluster.end(job)
     assert cluster.requeues() == 1, output
     assert "newest checkpoint: checkpoint-000010" in output and "requeued" in output
+    assert cluster.calls("lead") == ["60"]  # read from the script's own #SBATCH --signal
 
     cluster.trainer(FINISHES)  # the next attempt
     output = cluster(SLURM_RESTART_COUNT=1)
@@ -439,7 +440,7 @@ def test_job_without_progress_is_not_started_for_ever(cluster):
         job = cluster.start(PREFLIGHT=0)
         cluster.until(lambda: training(cluster), job)
         job.send_signal(signal.SIGUSR1)
-        output = cluster.end(job)
+        output = cluster.end(job, expect=1 if attempt == 3 else 0)
         assert cluster.requeues() == min(attempt, 2), output
     assert "3 attempts in a row without a new checkpoint" in output
 
@@ -577,6 +578,15 @@ def test_servers_of_another_job(cluster):
     servers.send_signal(signal.SIGTERM)
     cluster.end(servers, expect=None)
     assert servers_gone(cluster) and not urls.exists()
+
+
+def test_run_warns_when_the_signal_comes_too_late(monkeypatch, caplog):
+    from common import run
+
+    monkeypatch.setattr(run, "_slowest_step", 100.0)
+    monkeypatch.setenv("STOP_LEAD_SECONDS", "600")  # what lib.sh exports
+    assert run.check_lead(300.0) == 550.0 and not caplog.text
+    assert run.check_lead(400.0) == 700.0 and "told only 600 s before its limit" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
