@@ -3,11 +3,13 @@
 Imported on both sides, so it needs torch alone.
 """
 
+import atexit
 import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -17,6 +19,8 @@ from torch.distributed import PrefixStore, Store
 
 _FINGERPRINT_ELEMENTS = 1 << 24
 _LARGEST_PRIME_BELOW_2_16 = 65521
+_ABORT_SECONDS = 60.0  # NCCL's takes about one
+_aborts: list[Future] = []
 
 
 def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -100,7 +104,13 @@ def abort(group) -> None:
     """
     if group is not None and hasattr(group, "abort"):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        in_background(group.abort)
+        _aborts.append(in_background(group.abort))
+
+
+@atexit.register
+def _wait_for_aborts() -> None:
+    """A thread that comes back from C++ while the interpreter ends is torn down inside it: "terminate called", exit code 134 of a good run."""
+    futures.wait(_aborts, timeout=_ABORT_SECONDS)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -1,6 +1,8 @@
 """Weight sync and rollouts against stand-in servers: what arrives is the trainer's, every fault is seen and named, nothing hangs."""
 
 import itertools
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -16,6 +18,7 @@ from common.sync_server import SyncError, Timeouts
 from common.weight_sync import ServersLost, WeightSync
 from grpo.rollout import Prompt
 from grpo.vllm_client import Endpoint, Fleet, Request, trainer_logps
+from tests.conftest import ROOT
 
 FAST = Timeouts(call=2.0, bucket=2.0, join=5.0, health=0.5)
 
@@ -519,3 +522,29 @@ def test_trainer_logps_of_packed_rows_equal_each_row_alone(model):
     for row, logps in zip(rows, together, strict=True):
         assert torch.allclose(logps, trainer_logps(model.sharded, [row])[0], atol=0.05)
     assert Prompt("a", [1]).id == "a"
+
+
+ABORT_AT_THE_END = """
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from common import wire
+
+store = TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+class Group:
+    def abort(self):
+        store.wait(["never"], timedelta(seconds=1))  # comes back from C++ after the program's last line
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # while the interpreter ends
+
+wire.abort(Group())
+slow = Slow()
+"""
+
+
+def test_a_group_that_is_still_being_aborted_does_not_spoil_the_exit_code():
+    done = subprocess.run([sys.executable, "-c", ABORT_AT_THE_END], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr

@@ -57,6 +57,7 @@ def ours(args) -> dict:
                 f"{trainable} GB/s": pushes[-1].bytes / 1e9 / seconds,
                 f"{trainable} worker": pushes[-1].checks[f"report {server.url}"],
             }
+            print(json.dumps(figures), flush=True)
             backend.close()
             del model, backend
             torch.cuda.empty_cache()
