@@ -45,19 +45,25 @@ def own_code() -> str:
     return total.hexdigest()[:12]
 
 
-def facts() -> dict[str, str]:
-    """What must be equal on all nodes."""
+def facts(rollout: str | None = None) -> dict[str, str]:
+    """What must be equal on all nodes. rollout: the folder of vLLM's environment, where that is used."""
     found = {
         "Python": sys.version.split()[0],
-        "packages": hashlib.sha256("\n".join(packages()).encode()).hexdigest()[:12],
+        "packages": _short_hash(packages()),
         "code": own_code(),
         "torch": torch.__version__,
     }
+    if rollout:
+        found["vLLM's packages"] = _short_hash(sorted(path.name for path in Path(rollout).glob("lib/python3*/site-packages/*.dist-info")))
     if torch.cuda.is_available():
         query = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
         found["driver"] = query.stdout.split("\n")[0].strip()
         found["GPU"] = torch.cuda.get_device_name(0)
     return found
+
+
+def _short_hash(names: list[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
 
 class Meeting:
@@ -220,7 +226,7 @@ def check(args: argparse.Namespace) -> bool:
         say("FAIL", f"cannot reach the first node at {args.meet}: {str(error).splitlines()[0]}")
         return False
     everyone = list(range(args.nodes))
-    said = meeting.exchange("facts", facts(), everyone, MEET_SECONDS)
+    said = meeting.exchange("facts", facts(args.rollout), everyone, MEET_SECONDS)
     for line in odd_facts(args.node, said):
         say("FAIL", line)
     if missing := [node for node in everyone if node not in said]:
@@ -259,6 +265,7 @@ def main() -> int:
     parser.add_argument("--gpus", required=True, type=int, help="of each node; 0: the sum runs on the CPU")
     parser.add_argument("--share", required=True, help="a folder that all nodes must see")
     parser.add_argument("--packages", help="write the list of installed packages there")
+    parser.add_argument("--rollout", help="folder of vLLM's environment, to be compared as well")
     parser.add_argument("--ports", default="", help="ports that must be free on the first node, separated by blanks")
     parser.add_argument("--good", type=int, default=1, help="0: this node has failed another check and takes no part in the sum")
     args = parser.parse_args()

@@ -5,7 +5,7 @@ set -euo pipefail
 
 ROOT=$PWD
 JOB=${SLURM_JOB_ID:-0}
-ARGS=() EVAL_FILES=() TRAIN_FILES=() VLLM_ARGS=()
+ARGS=() EVAL_FILES=() INPUT_FILES=() TRAIN_FILES=() VLLM_ARGS=()
 JOB_ARGUMENTS=()
 stopping=0 terminated=0 servers_lost=0 code=0
 train_pid="" step_pid="" server_pids=()
@@ -85,8 +85,8 @@ check_inputs() {
     [ -f "$CONFIG" ] || wrong "CONFIG=$CONFIG: no such file"
     [ -f "$MODEL/config.json" ] || wrong "MODEL=$MODEL: no folder with a config.json. Edit MODEL in the script that you submitted."
     [ ${#TRAIN_FILES[@]} -gt 0 ] || wrong "TRAIN_FILES is empty. Edit it in the script that you submitted."
-    for file in "${TRAIN_FILES[@]}" ${EVAL_FILES[@]+"${EVAL_FILES[@]}"}; do
-        [ -f "$file" ] || wrong "$file: no such file. Edit TRAIN_FILES and EVAL_FILES in the script that you submitted."
+    for file in "${TRAIN_FILES[@]}" ${EVAL_FILES[@]+"${EVAL_FILES[@]}"} ${INPUT_FILES[@]+"${INPUT_FILES[@]}"}; do
+        [ -f "$file" ] || wrong "$file: no such file. Edit the EDIT block of the script that you submitted."
     done
     check_environment train
     [ "$TRAIN_NODES" -ge "${MIN_TRAIN_NODES:-1}" ] ||
@@ -195,7 +195,8 @@ preflight() {
     local node bad=() log
     say "preflight on ${#NODES[@]} nodes"
     # newline-separated: paths may hold blanks
-    CHECK_PATHS=$(printf '%s\n' "$MODEL/config.json" ${TRAIN_FILES[@]+"${TRAIN_FILES[@]}"} ${EVAL_FILES[@]+"${EVAL_FILES[@]}"})
+    CHECK_PATHS=$(printf '%s\n' "$MODEL/config.json" ${TRAIN_FILES[@]+"${TRAIN_FILES[@]}"} ${EVAL_FILES[@]+"${EVAL_FILES[@]}"} \
+        ${INPUT_FILES[@]+"${INPUT_FILES[@]}"})
     MEET_ADDR=$(address_of "${NODES[0]}") MEET_PORT=$(port 1)
     CHECK_PORTS="${MASTER_PORT:-$(port 0)}"
     export CHECK_PATHS CHECK_PORTS MEET_ADDR MEET_PORT NUM_NODES=${#NODES[@]} SERVER_NODES
@@ -348,7 +349,8 @@ at_limit() {
 again_unless_idle() {
     if [ "$1" -ge "$MAX_IDLE" ]; then
         say "$1 attempts in a row without a new checkpoint (MAX_IDLE=$MAX_IDLE): not started again. A longer --time, or a lower save_steps?"
-        if [ "$code" = 0 ]; then code=1; fi; echo "$code" >"$ATTEMPT/exit_code" # nothing is finished: what waits for a good end of this job must not start
+        [ "$code" != 0 ] || code=1 # nothing is finished: what waits for a good end of this job must not start
+        echo "$code" >"$ATTEMPT/exit_code"
     else
         again "${2:-}"
     fi

@@ -20,9 +20,18 @@ main() {
     source slurm/node_env.sh train
     options=(--path "$RUN" --path "$LOCAL_DIR")
     if [ "$GPUS_PER_NODE" -gt 0 ]; then options+=(--gpus "$GPUS_PER_NODE"); else options+=(--no_processes); fi
+    local rollout=()
+    if [ "${SERVER_NODES:-0}" != 0 ]; then
+        rollout=(--rollout "${python%/train/bin/python}/rollout")
+        if [ ! -x "${rollout[1]}/bin/python" ]; then
+            echo "FAIL  no Python in ${rollout[1]}: bash env/setup.sh rollout"
+            good=0
+        fi
+    fi
     "$python" env/check.py "${options[@]}" || good=0
     "$python" slurm/check_nodes.py --meet "$MEET_ADDR:$MEET_PORT" --nodes "$NUM_NODES" --node "$NODE_RANK" --gpus "$GPUS_PER_NODE" \
-        --share "$ATTEMPT/preflight" --packages "$ATTEMPT/preflight/$HOST.packages" --ports "${CHECK_PORTS:-}" --good "$good" || good=0
+        --share "$ATTEMPT/preflight" --packages "$ATTEMPT/preflight/$HOST.packages" --ports "${CHECK_PORTS:-}" --good "$good" \
+        ${rollout[@]+"${rollout[@]}"} || good=0
     [ $good = 0 ] || echo PASS
     exit $((1 - good))
 }

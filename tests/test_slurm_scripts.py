@@ -712,7 +712,7 @@ def test_port_that_is_taken_is_named(check_nodes, tmp_path, capsys):
         number = taken.getsockname()[1]
         free = free_port()
         arguments = argparse.Namespace(
-            meet=f"127.0.0.1:{free}", nodes=1, node=0, gpus=0, share=str(tmp_path), packages=None, ports=str(number), good=1
+            meet=f"127.0.0.1:{free}", nodes=1, rollout=None, node=0, gpus=0, share=str(tmp_path), packages=None, ports=str(number), good=1
         )
         assert not check_nodes.check(arguments)
     assert f"FAIL  port {number} is not free" in capsys.readouterr().out
