@@ -15,12 +15,13 @@ The same check is made on the first rollout of every run.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import yaml
@@ -36,7 +37,7 @@ from grpo.audit_figures import by_prompt, compare_marks, curve, mean
 from grpo.experience import Setup
 from grpo.rollout import NOT_COLUMNS, Answer, read_lines, rollout_path
 from grpo.sampling import Prompts
-from grpo.scoring import RewardArguments, RewardPool, Score, combine
+from grpo.scoring import RewardArguments, RewardPool, combine
 
 log = logging.getLogger(__name__)
 
@@ -73,17 +74,22 @@ def columns_of(row: dict) -> dict:
     return {name: value for name, value in row.items() if name not in NOT_COLUMNS}
 
 
-def score_again(pool: RewardPool, lines: list[dict], data: dict[str, dict]) -> list[Score]:
-    """What the reward functions say about each saved answer with the data's own row."""
+Rewards = dict[str, float | None]  # of one answer, by component
+
+
+def score_again(pool: RewardPool | None, names: list[str], lines: list[dict], data: dict[str, dict]) -> list[Rewards]:
+    """What the pool's reward functions, whose components are `names`, say about each saved answer with the data's own row."""
+    if pool is None:
+        return [{} for _ in lines]
     groups: dict[str, list[int]] = {}
     for index, line in enumerate(lines):
         groups.setdefault(line["id"], []).append(index)
     asked = [(name, data[name]["prompt"], [lines[i]["completion"] for i in g], columns_of(data[name])) for name, g in groups.items()]
-    scores: list[Score | None] = [None] * len(lines)
+    found: list[Rewards] = [{} for _ in lines]
     for indices, results in zip(groups.values(), pool.score(asked), strict=True):
         for index, result in zip(indices, results, strict=True):
-            scores[index] = result
-    return scores
+            found[index] = dict(zip(names, result.rewards.values(), strict=True))
+    return found
 
 
 def same(one: float | None, other: float | None) -> bool:
@@ -92,15 +98,22 @@ def same(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def disagreements(lines: list[dict], scores: list[Score], weights: list[float], skip: Iterable[str] = ()) -> list[dict]:
-    """Each stored number that is not what it should be: {id, sample, what, stored, found}. `skip`: components that are not scored again."""
-    found = []
-    for line, score in zip(lines, scores, strict=True):
-        again = {name: line["rewards"].get(name) if name in skip else value for name, value in score.rewards.items()}
-        pairs = {name: (line["rewards"].get(name), value) for name, value in again.items()}
-        pairs["reward"] = (line["reward"], combine(again, weights).reward)
+def disagreements(lines: list[dict], again: list[Rewards], weights: list[float], skip: Iterable[str] = ()) -> tuple[list[dict], int]:
+    """(each stored number that is not what it should be: {id, sample, what, stored, found}, how many could not be compared).
+
+    A None on one side only cannot be compared: a judge that did not answer, a call that failed (its answer was not trained on). `skip`:
+    components not to compare.
+    """
+    found, silent = [], 0
+    for line, rewards in zip(lines, again, strict=True):
+        pairs = {name: (line["rewards"].get(name), value) for name, value in rewards.items() if name not in skip}
+        one_sided = {name for name, (stored, value) in pairs.items() if (stored is None) != (value is None)}
+        silent += len(one_sided)
+        pairs = {name: pair for name, pair in pairs.items() if name not in one_sided}
+        total = combine(line["rewards"] | {name: value for name, (_, value) in pairs.items()}, weights).reward
+        pairs["reward"] = (line["reward"], total)
         found += [problem(line, name, stored, value) for name, (stored, value) in pairs.items() if not same(stored, value)]
-    return found
+    return found, silent
 
 
 def wrong_order(lines: list[dict]) -> list[dict]:
@@ -131,12 +144,12 @@ def check_texts(lines: list[dict], tokenizer) -> list[dict]:
     return [problem(line, "text", line["completion"], text) for line, text in zip(lines, texts, strict=True) if line["completion"] != text]
 
 
-def shifted(lines: list[dict], scores: list[Score]) -> str | None:
+def shifted(lines: list[dict], again: list[Rewards]) -> str | None:
     """Where the stored rewards are those of other prompts of the same file, always so many places away: says so."""
     stored, found = {}, {}
-    for line, score in zip(lines, scores, strict=True):
-        stored.setdefault(line["id"], {})[line["sample"]] = line["reward"]
-        found.setdefault(line["id"], {})[line["sample"]] = score.reward
+    for line, rewards in zip(lines, again, strict=True):
+        stored.setdefault(line["id"], {})[line["sample"]] = {name: line["rewards"].get(name) for name in rewards}
+        found.setdefault(line["id"], {})[line["sample"]] = rewards
     names = [*stored]
     for places in (1, -1, 2, -2):
         other = names[-places:] + names[:-places]
@@ -165,17 +178,17 @@ def check_first_rewards(setup: Setup, answers: list[Answer]) -> None:
 def _check_first_rewards(setup: Setup, answers: list[Answer]) -> None:
     lines = [answer.line(0) for answer in answers]
     data = rows_by_id(setup.data_args.train_files, {line["id"] for line in lines})
-    weights = setup.reward_args.reward_weights
-    first = score_again(setup.pool, lines, data)
-    found = disagreements(lines, first, weights)
+    names, weights = setup.reward_args.names(), setup.reward_args.reward_weights
+    first = score_again(setup.pool, names, lines, data)
+    found, silent = disagreements(lines, first, weights)
+    if silent:
+        log.warning("reward check: %d rewards were there once and not the other time: they are not compared", silent)
     if found:
-        second = score_again(setup.pool, lines, data)
-        again = zip(first, second, strict=True)
-        unsteady = {name for one, two in again for name in one.rewards if not same(one.rewards[name], two.rewards[name])}
-        silent = {p["what"] for p in found if p["what"] != "reward" and None in (p["stored"], p["found"])}
-        for name in sorted(unsteady | silent):
+        second = score_again(setup.pool, names, lines, data)
+        unsteady = {name for name in names for one, two in zip(first, second, strict=True) if not same(one[name], two[name])}
+        for name in sorted(unsteady):
             log.warning("reward %s does not say the same of an answer twice: its rewards cannot be checked, nor reproduced", name)
-        found = disagreements(lines, first, weights, skip=unsteady | silent)
+        found, _ = disagreements(lines, first, weights, skip=unsteady)
     found += check_texts(lines, setup.tokenizer)
     if setup.reward_args.scale_rewards != "gdpo":
         found += wrong_order(lines)
@@ -300,24 +313,33 @@ def load_tokenizer(run: Run):
     return AutoTokenizer.from_pretrained(path)
 
 
+def pool_without(args: RewardArguments, skip: list[str]) -> tuple[RewardPool | None, list[str]]:
+    """(a pool of the reward functions that are not skipped, None if there are none; the names of their components)."""
+    kept = [index for index, name in enumerate(args.names()) if name not in skip]
+    functions, weights = ([values[index] for index in kept] for values in (args.reward_funcs, args.reward_weights))
+    pool = RewardPool(replace(args, reward_funcs=functions, reward_weights=weights, accuracy_reward=None)) if kept else None
+    return pool, [args.names()[index] for index in kept]
+
+
 def audit_answers(
-    run: Run, pool: RewardPool, data: dict[str, dict[str, dict]], skip: list[str]
+    run: Run, pool: RewardPool | None, scored: list[str], data: dict[str, dict[str, dict]]
 ) -> tuple[dict[str, dict[int, list[dict]]], dict]:
-    """({kind: {step: lines}}, what was found) of all saved answers. `data`: rows by id for each kind."""
+    """({kind: {step: lines}}, what was found) of all saved answers. scored: components of the pool. data: rows by id for each kind."""
     names, weights = run.rewards.names(), run.rewards.reward_weights
     tokenizer = load_tokenizer(run)
     lines_of: dict[str, dict[int, list[dict]]] = {kind: {} for kind in KINDS}
-    found = {"answers": 0, "problems": [], "shifts": [], "other_columns": []}
+    found = {"answers": 0, "problems": [], "shifts": [], "not_compared": 0, "other_columns": []}
     paths = [(kind, path) for kind in KINDS for path in run.files(kind)]
     for kind, path in tqdm(paths, desc="rollouts", unit="file", disable=None):
         lines = read_rollout(path)
         if unknown := sorted({line["id"] for line in lines} - set(data[kind])):
             raise ValueError(f"{path}: {difference(unknown, 'are not in the data')}. Give the files of the run with --data")
-        if other := next((line for line in lines if set(line["rewards"]) != set(names)), None):
+        if other := next((line for line in lines if [*line["rewards"]] != names), None):
             raise ValueError(f"{path} was scored by {', '.join(other['rewards'])}; config.yaml names {', '.join(names)} (changed since)")
-        scores = score_again(pool, lines, data[kind])
-        problems = disagreements(lines, scores, weights, skip)
-        if problems and (shift := shifted(lines, scores)):
+        again = score_again(pool, scored, lines, data[kind])
+        problems, silent = disagreements(lines, again, weights)
+        found["not_compared"] += silent
+        if problems and (shift := shifted(lines, again)):
             found["shifts"].append(f"{path.name}: {shift}")
         problems += check_texts(lines, tokenizer) if tokenizer is not None else []
         if kind == "step" and run.rewards.scale_rewards != "gdpo":
@@ -342,15 +364,16 @@ def audit(args: argparse.Namespace) -> dict:
     data = dict.fromkeys(KINDS, train)
     if run.files("eval"):
         data["eval"] = rows_by_id(args.data or run.config["eval_files"])
-    with RewardPool(run.rewards) as pool:
-        lines_of, found = audit_answers(run, pool, data, args.skip)
+    pool, scored = pool_without(run.rewards, args.skip)
+    with pool or contextlib.nullcontext():
+        lines_of, found = audit_answers(run, pool, scored, data)
         baseline = [line for lines in lines_of["baseline"].values() for line in lines]
         if args.baseline and not baseline:
             ids = {line["id"]: line["prompt_ids"] for step in sorted(lines_of["step"]) for line in lines_of["step"][step]}
             baseline = measure_afterwards(run, ids, args)
-            for line, score in zip(baseline, score_again(pool, baseline, train), strict=True):
-                line["reward"] = score.reward
-        failures = pool.failures
+            for line, rewards in zip(baseline, score_again(pool, scored, baseline, train), strict=True):
+                line["reward"] = combine(rewards, run.rewards.reward_weights).reward
+        failures = pool.failures if pool else 0
     rollouts = {step: lines + lines_of["filtered"].get(step, []) for step, lines in lines_of["step"].items()}
     untrained = by_prompt(baseline)
     start = by_prompt(lines_of["eval"].get(0, []))
@@ -378,7 +401,9 @@ def print_report(result: dict, most: int) -> None:
     if other := result["other_columns"]:
         print(f"note: {len(other)} saved rows are not what the data file holds now, for instance {other[0]}")
     if result["failed_calls"]:
-        print(f"note: {result['failed_calls']} calls of reward functions failed now; their answers count as not scored")
+        print(f"note: {result['failed_calls']} calls of reward functions failed now")
+    if result["not_compared"]:
+        print(f"note: {result['not_compared']} rewards were there in the run and not now, or the other way round: they are not compared")
     if marks := result["marks"]:
         print(f"\nthe same {marks['answers']} answers by exact match and by F1 ({marks['groups']} groups)")
         print(f"  mean                                {marks['exact']:.4f}  {marks['f1']:.4f}")
@@ -425,6 +450,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if (args.server or args.model) and not args.baseline:
             raise ValueError("--server and --model go with --baseline")
+        if args.baseline and args.skip:
+            raise ValueError("--baseline needs every reward of its answers: leave out --skip")
         if args.baseline_prompts < 1:
             raise ValueError(f"--baseline_prompts is {args.baseline_prompts}; it must be at least 1")
         result = audit(args)

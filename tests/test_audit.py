@@ -146,8 +146,13 @@ def test_shifted_rewards_of_a_whole_run_fail_the_audit(folder, tiny_dir, capsys)
     assert found == expected and len(found) > 30
     out = capsys.readouterr().out
     assert f"FAILED: {len(report['problems'])} disagreements" in out and f"... {len(report['problems']) - 3} more in audit.json" in out
-    # A component that costs can be left out; the sum of what is stored is still looked at.
-    assert audited(folder / "shifted", "--skip", "vowels")[0] == 0
+    # A component that costs is not called; the sum of what is stored is still looked at.
+    (folder / "my_rewards.py").rename(folder / "away")
+    try:
+        assert audited(folder / "shifted", "--skip", "vowels")[0] == 0
+        assert audit.main([str(folder / "shifted")]) == 2 and "cannot import my_rewards" in capsys.readouterr().err
+    finally:
+        (folder / "away").rename(folder / "my_rewards.py")
 
 
 def test_each_fault_is_named(run, folder):
@@ -164,7 +169,10 @@ def test_each_fault_is_named(run, folder):
 
     name = good[0]["id"]
     assert problems(lambda lines: lines[1].update(reward=lines[1]["reward"] + 0.5, advantage=9.0))[0] == (path.name, name, 1, "reward")
-    assert problems(lambda lines: lines[1]["rewards"].update(vowels=None)) == [(path.name, name, 1, "vowels")]
+    # A reward that is there once only proves nothing by itself; that a sum was made of it does.
+    assert problems(lambda lines: lines[1].update(rewards={"vowels": None})) == [(path.name, name, 1, "reward")]
+    assert problems(lambda lines: lines[1].update(rewards={"vowels": None}, reward=None, advantage=0.0)) == []
+    assert audited(run)[1]["not_compared"] == 1
     assert problems(lambda lines: lines[1].update(completion_ids=lines[2]["completion_ids"])) == [(path.name, name, 1, "text")]
     low, high = (f(range(3), key=lambda i: good[i]["reward"]) for f in (min, max))
     assert good[low]["reward"] < good[high]["reward"]
@@ -195,6 +203,7 @@ def test_wrong_use(run, folder, tmp_path, capsys):
     write(tmp_path / "few.jsonl", lines_of(folder / "train.jsonl")[:3])
     assert "are not in the data" in error("--data", tmp_path / "few.jsonl")
     assert "nowhere.jsonl does not exist: give the run's data with --data" in error("--data", tmp_path / "nowhere.jsonl")
+    assert "leave out --skip" in error("--skip", "vowels", "--baseline")
     assert "--skip judge: the run's rewards are vowels" in error("--skip", "judge")
     assert "go with --baseline" in error("--server", "http://node7:8000")
     (run / "rollouts" / "step-000002.jsonl").write_text('{"step": 2')
@@ -272,12 +281,15 @@ def test_a_right_first_rollout_passes_and_a_wrong_one_does_not(tiny_dir, tmp_pat
         audit.check_first_rewards(setup, answers)
 
 
-@pytest.mark.parametrize("pool", [Pool(noise=0.3), Pool(silent=True)], ids=["noise", "silent"])
-def test_rewards_that_change_are_warned_about(tiny_dir, tmp_path, pool, caplog):
+@pytest.mark.parametrize(
+    "pool, message",
+    [(Pool(noise=0.3), "reward length does not say the same of an answer twice"), (Pool(silent=True), "9 rewards were there once")],
+)
+def test_rewards_that_change_are_warned_about(tiny_dir, tmp_path, pool, message, caplog):
     """A judge without a cache, or one that does not answer the second time: no proof of a fault."""
     setup, answers = first_rollout(tiny_dir, tmp_path, pool)
     audit.check_first_rewards(setup, answers)
-    assert "reward length does not say the same of an answer twice" in caplog.text
+    assert message in caplog.text
 
 
 # ---- figures
