@@ -14,6 +14,7 @@ from common.checkpoint import TrainState
 from common.config import DataArguments, ModelArguments
 from common.data import Order
 from grpo import sampling
+from grpo.advantages import compute_gdpo_advantages
 from grpo.batches import make_mini_batches
 from grpo.experience import (
     GRPOTrainArguments,
@@ -320,6 +321,7 @@ OPTIONS = (
     "--max_length=96", "--max_completion_length=10", "--num_prompts_per_step=4", "--num_generations=4", "--learning_rate=1e-3",
     "--warmup_steps=0", "--reward_funcs", "my_rewards:form", "my_rewards:right", "--reward_weights", "0.1", "1", "--accuracy_reward=right",
     "--reward_workers=1", "--mask_truncated_completions=False", "--dynamic_sampling=True", "--num_minibatches=2", "--save_steps=3",
+    "--scale_rewards=gdpo",
 )  # fmt: skip
 
 
@@ -353,6 +355,9 @@ def test_a_run_and_its_resume(tiny_dir, launch, tmp_path):
         assert line["grpo/collapse_rate"] == pytest.approx(len(filtered) / new) and line["grpo/batches"] == new / 4
         assert line["grpo/groups"] == len(trained) and line["grpo/surplus"] == len(left) and (len(trained) == 4 or not left)
         assert line["grpo/trained"] == 1.0 and line["grpo/collapse_bound"] == pytest.approx(2 / 3)
+        lines = read_lines(rollout_path(tmp_path / "whole", "step", step))
+        advantages = compute_gdpo_advantages([entry["rewards"] for entry in lines], [0.1, 1.0], [entry["id"] for entry in lines])
+        assert [entry["advantage"] for entry in lines] == pytest.approx(advantages.values.tolist(), abs=1e-12)
         assert {f"p{i}" for i in range(0, 40, 3)} & {*trained, *left} == set()  # `form` differs there too, and does not count
         names = [*filtered, *left, *(name for name in trained if name not in kept)]
         expected = [sampling.expected_collapse(4 * bool(int(name[1:]) % 3), 8, 4) for name in names]
