@@ -176,10 +176,12 @@ def save(output_dir: Path, model: ShardedModel, optimizer: AdamW, state: TrainSt
         if mine:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+    # With copies ahead dcp waits for one device's stream only: parts on other GPUs could be written before they have arrived.
+    ahead = {} if len(dist.devices()) == 1 else {"per_thread_copy_ahead": 0}
     try:
         dcp.save(
             _model_state(model) | _optimizer_state(optimizer) | {f"rng.rank{dist.rank()}": _rng_state()},
-            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True, single_file_per_rank=True),
+            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True, single_file_per_rank=True, **ahead),
             process_group=dist.control_group(),
         )
     except (OSError, RuntimeError, CheckpointException) as error:  # torch names neither the file nor what is left of older ones

@@ -220,7 +220,7 @@ def sample_all(
     """One answer for each (prompt, number of the sample), `batch_size` at a time; after a stop those that are there by then. Torch's
     generators are left as they were."""
     completions: list[Completion] = []
-    with torch.random.fork_rng(devices=[dist.device()] if torch.cuda.is_available() else []):
+    with torch.random.fork_rng(devices=dist.devices() if torch.cuda.is_available() else []):
         torch.manual_seed(random.Random(f"{seed} {dist.rank()}").getrandbits(63))
         reported = time.monotonic()
         for first in range(0, len(wanted), batch_size):
