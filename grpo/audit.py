@@ -213,7 +213,7 @@ def shown(found: dict) -> str:
 
 def measure_baseline(setup: Setup, prompts: Prompts, num_rollouts: int) -> None:
     """Before the first step: answers of the untrained model to `baseline_prompts` of the prompts that the run will draw, spread evenly, sampled
-    as in training, to rollouts/baseline-000000.jsonl. Nothing is written when STOP came, or made twice. A collective."""
+    as in training, to rollouts/baseline-000000.jsonl. When STOP came, what is finished is kept for the next attempt. A collective."""
     path = rollout_path(setup.output_dir, "baseline", 0)
     if dist.broadcast_object(path.exists()):
         return
@@ -223,14 +223,15 @@ def measure_baseline(setup: Setup, prompts: Prompts, num_rollouts: int) -> None:
         drawn |= {question.id: question for question in questions}
     questions = spread([*drawn.values()], setup.rollout_args.baseline_prompts)
     experience.sync(setup, 0)
-    seed = experience.rollout_seed(setup, 0)
-    answers, stopped = experience.generate(setup, questions, setup.rollout_args.num_generations, setup.rollout_args.temperature, seed)
+    args, seed, kept = setup.rollout_args, experience.rollout_seed(setup, 0), experience.keep_finished(setup, 0)
+    answers, stopped = experience.generate(setup, questions, args.num_generations, args.temperature, seed, kept)
     if stopped:
-        return
+        return experience.write_unfinished(setup, [answer.completion for answer in answers], questions, 0)
     experience.score(setup, answers)
     with dist.main_rank_first() as mine:
         if mine:
             write_lines(path, (answer.line(0) for answer in answers))
+            rollout_path(setup.output_dir, "unfinished", 0).unlink(missing_ok=True)
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     log.info("baseline: the untrained model's mean reward on %d prompts is %.4f", len(questions), math.fsum(rewards) / max(len(rewards), 1))
 

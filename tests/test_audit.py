@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from common.data import Order
 from common.paired_tests import mean_interval
 from grpo import audit
 from grpo.advantages import compute_advantages
 from grpo.audit_figures import compare_marks, curve
-from grpo.rollout import Answer, Completion, Question
+from grpo.rollout import Answer, Completion, Question, RolloutArguments
+from grpo.sampling import Prompts
 from grpo.scoring import RewardArguments, Score
 from tests.conftest import ROOT
 
@@ -228,6 +230,36 @@ def test_a_baseline_afterwards(run, tiny_dir):
     assert report["baseline"]["reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert audited(run, "--baseline", "--baseline_prompts", 4)[1] == report
     assert lines_of(run / "baseline" / "answers.jsonl") == answers
+
+
+def test_a_stop_while_the_baseline_is_measured_keeps_what_is_finished(tmp_path, monkeypatch):
+    questions = [Question(f"q{i}", "", [1, 2], {}, "") for i in range(8)]
+    prompts = Prompts(questions, Order(8, 0), 2)
+    setup = SimpleNamespace(
+        output_dir=tmp_path, rollout_args=RolloutArguments(baseline_prompts=3, num_generations=2), args=SimpleNamespace(seed=0)
+    )
+    setup.ahead, calls = None, []
+
+    def generate(setup, asked, num_generations, temperature, seed, kept):
+        calls.append((len(kept), temperature))
+        made = [Answer(q, Completion(q.id, s, [5], [-0.1], "stop", [(0, 0, 1)]), "x") for q in asked for s in range(num_generations)]
+        return (made[:4], True) if len(calls) == 1 else (made, False)
+
+    def score(setup, answers):
+        for answer in answers:
+            answer.rewards, answer.reward = {"r": 1.0}, 1.0
+
+    monkeypatch.setattr(audit.experience, "generate", generate)
+    monkeypatch.setattr(audit.experience, "score", score)
+    monkeypatch.setattr(audit.experience, "sync", lambda setup, version: None)
+    path = tmp_path / "rollouts" / "baseline-000000.jsonl"
+    audit.measure_baseline(setup, prompts, 4)
+    assert not path.exists() and len(lines_of(tmp_path / "rollouts" / "unfinished-000000.jsonl")) == 4
+    audit.measure_baseline(setup, prompts, 4)
+    assert calls == [(0, 1.0), (4, 1.0)] and len(lines_of(path)) == 6
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    audit.measure_baseline(setup, prompts, 4)
+    assert len(calls) == 2  # it is there
 
 
 # ---- the check on a first rollout
