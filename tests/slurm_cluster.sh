@@ -6,7 +6,9 @@
 #   bash tests/slurm_cluster.sh status    nodes and jobs; exit status 1 when it is not up
 #   bash tests/slurm_cluster.sh down      cancels its jobs and removes every trace of it
 #
-# Needs root (a container is enough: no systemd, no cgroups) and Debian's packages:  apt-get install slurm-wlm munge
+# Needs root (a container is enough: no systemd, no cgroups) and Debian's packages (tried with Slurm 22.05 of Debian 12):
+#   apt-get install slurm-wlm munge
+#
 # Partition "test" (the default) has the three nodes. Partition "plan" has 16 of 8 H100s that are never started: for sbatch --test-only.
 # SLURM_TEST_DIR says where its files go (/tmp/plain-fsdp-slurm). Nothing of a Slurm or munge that this host may run otherwise is touched.
 
@@ -58,8 +60,6 @@ ClusterName=plainfsdp
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$first_port
 SlurmUser=root
-AuthType=auth/munge
-CredType=cred/munge
 # A requeued job may start again once its old credentials have expired, by default after two minutes.
 AuthInfo=socket=$dir/munge/socket,cred_expire=10
 StateSaveLocation=$dir/state
@@ -72,9 +72,6 @@ SlurmdLogFile=$dir/log/%n.log
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=5,bf_interval=5
