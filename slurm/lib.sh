@@ -75,7 +75,10 @@ defaults() {
     local signal
     signal=${SBATCH_SIGNAL:-$(grep -oE '^#SBATCH +--signal=[^ ]+' "$0" | tail -n 1 || true)}
     STOP_LEAD_SECONDS=$(grep -oE 'USR1@[0-9]+' <<<"$signal" | cut -d@ -f2 || true)
-    export RUN GPUS_PER_NODE PROCS_PER_NODE ENV_DIR STOP_LEAD_SECONDS
+    given_port=${MASTER_PORT:-}
+    # The nodes get what is exported; env/site.sh may have set these without it.
+    export RUN GPUS_PER_NODE PROCS_PER_NODE ENV_DIR STOP_LEAD_SECONDS ENV_ARCHIVE=${ENV_ARCHIVE:-} CACHE_STORE=${CACHE_STORE:-}
+    [ -z "${LOCAL_DIR:-}" ] || export LOCAL_DIR
     # One cause of a slow job that nobody sees: since Slurm 22.05 srun ignores --cpus-per-task of sbatch, and all ranks share one core.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 }
@@ -155,7 +158,7 @@ begin_attempt() {
 on_usr1() {
     say "USR1: the time limit is near. Saving and stopping."
     stopping=1
-    touch "$RUN/STOP"
+    touch "$RUN/STOP" || say "error: $RUN/STOP cannot be made" # a full disk must not end this script
 }
 
 on_term() {
@@ -168,7 +171,7 @@ on_term() {
 await() {
     while kill -0 "$1" 2>/dev/null; do
         # A run that is just starting removes the STOP of the attempt before it: said again until it has ended.
-        [ $stopping = 0 ] || [ -e "$RUN/STOP" ] || touch "$RUN/STOP"
+        [ $stopping = 0 ] || [ -e "$RUN/STOP" ] || touch "$RUN/STOP" || true
         check_servers
         sleep "${POLL_SECONDS:-2}" &
         wait $! || true # a signal ends the wait
@@ -198,19 +201,20 @@ preflight() {
     CHECK_PATHS=$(printf '%s\n' "$MODEL/config.json" ${TRAIN_FILES[@]+"${TRAIN_FILES[@]}"} ${EVAL_FILES[@]+"${EVAL_FILES[@]}"} \
         ${INPUT_FILES[@]+"${INPUT_FILES[@]}"})
     MEET_ADDR=$(address_of "${NODES[0]}") MEET_PORT=$(port 1)
-    CHECK_PORTS="${MASTER_PORT:-$(port 0)}"
+    CHECK_PORTS=${given_port:-$(port 0)}
     export CHECK_PATHS CHECK_PORTS MEET_ADDR MEET_PORT NUM_NODES=${#NODES[@]} SERVER_NODES
     step 0 ${#NODES[@]} --kill-on-bad-exit=0 --wait=0 --output="$ATTEMPT/preflight/srun.log" --time=$((PREFLIGHT_SECONDS / 60 + 1)) slurm/preflight.sh
     train_pid=$step_pid
     await "$step_pid"
     train_pid=""
     [ $terminated = 0 ] || end_attempt 143
-    local excluded
+    local excluded listed=0
     excluded=",${EXCLUDE:-},$(paste -sd, "$RUN/bad_nodes" 2>/dev/null || true),"
     for node in "${NODES[@]}"; do
         log=$ATTEMPT/preflight/$node.txt
         if [[ $excluded == *",$node,"* ]]; then
-            say "BAD $node: it is in EXCLUDE or $RUN/bad_nodes"
+            say "BAD $node: it is in EXCLUDE or $RUN/bad_nodes (remove it there when it has been repaired)"
+            listed=$((listed + 1))
         elif [ "$(tail -n 1 "$log" 2>/dev/null)" = PASS ]; then
             continue
         else
@@ -223,11 +227,13 @@ preflight() {
         cp "$ATTEMPT/preflight/${NODES[0]}.packages" "$ATTEMPT/packages.txt"
         return 0
     fi
-    if [ $((2 * ${#bad[@]})) -gt ${#NODES[@]} ] || [ ${#NODES[@]} -eq 1 ]; then
-        say "${#bad[@]} of ${#NODES[@]} nodes: rather the environment, a path or the network than the nodes. Nothing was started."
+    local failed=$((${#bad[@]} - listed))
+    if [ $failed -gt 0 ] && [ $((2 * failed)) -gt $((${#NODES[@]} - listed)) ]; then
+        say "$failed of ${#NODES[@]} nodes: rather the environment, a path or the network than the nodes. Nothing was started."
         end_attempt 1 stay
     fi
     printf '%s\n' "${bad[@]}" >>"$RUN/bad_nodes"
+    sort -u -o "$RUN/bad_nodes" "$RUN/bad_nodes"
     end_attempt 1 exclude
 }
 
@@ -256,10 +262,11 @@ run_job() {
     [ ${#servers[@]} -eq 0 ] || COMMAND+=(--rollout_backend vllm --vllm_servers "${servers[@]}")
     COMMAND+=(${ARGS[@]+"${ARGS[@]}"} "$@")
     printf '%q ' "${COMMAND[@]}" >"$ATTEMPT/command.txt"
+    [ $terminated = 0 ] || end_attempt 143
     [ $stopping = 0 ] || end_attempt 0 # the limit came while the servers started
     export NUM_NODES=$TRAIN_NODES MASTER_ADDR MASTER_PORT
     MASTER_ADDR=$(address_of "${NODES[0]}")
-    MASTER_PORT=${MASTER_PORT:-$(port 0)}
+    MASTER_PORT=${given_port:-$(port 0)}
     say "$METHOD on $NUM_NODES nodes of $PROCS_PER_NODE ranks, rendezvous at $MASTER_ADDR:$MASTER_PORT"
     # One dead task ends all of them at once; tasks that outlive the first one's good end by a minute hang.
     step 0 "$TRAIN_NODES" --kill-on-bad-exit=1 --wait=60 slurm/node.sh "${COMMAND[@]}"
@@ -371,5 +378,5 @@ again() {
     local limit
     limit=$(squeue -h -j "$JOB" -o %l 2>/dev/null) && [ -n "$limit" ] && options+=(--time="$limit")
     say "submitting $ATTEMPT/job.sbatch to follow this job${exclude:+, without $exclude}"
-    (cd "$ROOT" && sbatch "${options[@]}" "$ATTEMPT/job.sbatch" ${JOB_ARGUMENTS[@]+"${JOB_ARGUMENTS[@]}"}) || say "error: sbatch failed; submit the script again by hand${exclude:+: sbatch --exclude=$exclude}"
+    (cd "$ROOT" && { [ -n "$given_port" ] || unset MASTER_PORT; } && sbatch "${options[@]}" "$ATTEMPT/job.sbatch" ${JOB_ARGUMENTS[@]+"${JOB_ARGUMENTS[@]}"}) || say "error: sbatch failed; submit the script again by hand${exclude:+: sbatch --exclude=$exclude}"
 }

@@ -16,6 +16,7 @@ check_server_inputs() {
 start_servers() {
     local index first address port
     VLLM_SERVERS="" server_pids=()
+    export -n VLLM_SERVERS # a job that follows this one has servers of its own
     export MODEL NODES_PER_SERVER TENSOR_PARALLEL
     for ((index = 0; index < SERVER_NODES / NODES_PER_SERVER; index++)); do
         first=$(($1 + index * NODES_PER_SERVER))
@@ -49,6 +50,7 @@ keep_server() {
         restarts=$((restarts + 1))
         say "server $index ended with exit code $status; restart $restarts of $SERVER_RESTARTS; its log: $ATTEMPT/server-$index-*.log"
         sleep "${POLL_SECONDS:-2}"
+        [ ! -e "$ATTEMPT/servers.end" ] || return 0
     done
 }
 
@@ -90,7 +92,7 @@ check_servers() {
 stop_servers() {
     [ ${#server_pids[@]} -gt 0 ] || return 0
     touch "$ATTEMPT/servers.end"
-    local pid deadline=$((SECONDS + 45))
+    local pid deadline=$((SECONDS + (terminated ? 5 : 45))) # after TERM Slurm itself leaves half a minute
     for pid in "${server_pids[@]}"; do kill "$pid" 2>/dev/null || true; done
     for pid in "${server_pids[@]}"; do
         while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $deadline ]; do sleep 1; done
@@ -111,7 +113,7 @@ run_servers() {
     trap on_usr1 USR1
     trap on_term TERM
     preflight
-    rm -f "$RUN/urls"
+    rm -f "$RUN/urls" "$RUN/attempts/idle"
     start_servers 0
     if await_servers; then
         echo "$VLLM_SERVERS" >"$RUN/urls"

@@ -484,7 +484,9 @@ def test_bad_node_is_named_and_left_out(cluster):
 
     # and a job that was given it nevertheless does not start on it
     output = cluster(nodes=3, expect=1)
-    assert "BAD node2: it is in EXCLUDE" in output
+    assert "BAD node2: it is in EXCLUDE" in output and len(cluster.calls("sbatch")) == 2
+    output = cluster(nodes=1, EXCLUDE="node1", MAX_IDLE=9, expect=1)
+    assert "--exclude=node1,node2" in cluster.calls("sbatch")[-1].replace("\\", "") and "rather the environment" not in output
 
 
 def test_where_most_nodes_fail_none_is_blamed(cluster):
