@@ -8,6 +8,7 @@
 # NODE_RANK counts from 0; under Slurm it is the task's number. ATTEMPT: a shared folder for this attempt's logs.
 # More variables (ENV_DIR, LOCAL_DIR, ...): slurm/README.md. Exit status: torchrun's, 0 when every rank of this node ended well.
 
+# shellcheck disable=SC2034,SC2154
 set -euo pipefail
 
 # A function, because bash reads a script while it runs: an edit of this file must not reach a job that lasts days.
@@ -15,7 +16,7 @@ main() {
     NODE_RANK=${NODE_RANK:-${SLURM_PROCID:?NODE_RANK is not set}}
     : "${NUM_NODES:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:?}" "${PROCS_PER_NODE:?}" "${ATTEMPT:?}"
     mkdir -p "$ATTEMPT"
-    # shellcheck source=slurm/node_env.sh
+    # shellcheck disable=SC1091
     source slurm/node_env.sh train
 
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # why a connection failed; silent otherwise

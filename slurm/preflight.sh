@@ -3,6 +3,7 @@
 # Checks one node of a job: lib.sh calls it on all of them at once, before anything is loaded. Writes ATTEMPT/preflight/NODE.txt, whose last
 # line is PASS when the node is good; lines that begin with FAIL say what is wrong. Beside it NODE.packages, the list of packages.
 
+# shellcheck disable=SC2034,SC2154
 set -euo pipefail
 
 main() {
@@ -16,7 +17,7 @@ main() {
             good=0
         fi
     done <<<"${CHECK_PATHS:-}"
-    # shellcheck source=slurm/node_env.sh
+    # shellcheck disable=SC1091
     source slurm/node_env.sh train
     options=(--path "$RUN" --path "$LOCAL_DIR")
     if [ "$GPUS_PER_NODE" -gt 0 ]; then options+=(--gpus "$GPUS_PER_NODE"); else options+=(--no_processes); fi

@@ -8,6 +8,7 @@
 # SERVER_ADDRESSES: of its nodes, in order; clients go to the first one. SERVER_INNER_PORT: between its nodes. Arguments go to vLLM.
 # Everything is logged in ATTEMPT/server-INDEX-NODE.log. Exit status: vLLM's.
 
+# shellcheck disable=SC2034,SC2154
 set -euo pipefail
 
 # A function, because bash reads a script while it runs: an edit of this file must not reach a running job.
@@ -15,7 +16,7 @@ main() {
     NODE_RANK=${NODE_RANK:-${SLURM_PROCID:?NODE_RANK is not set}}
     : "${MODEL:?}" "${TENSOR_PARALLEL:?}" "${NODES_PER_SERVER:?}" "${SERVER_INDEX:?}" "${SERVER_PORT:?}" "${SERVER_ADDRESSES:?}" "${ATTEMPT:?}"
     PROCS_PER_NODE=$((TENSOR_PARALLEL / NODES_PER_SERVER))
-    # shellcheck source=slurm/node_env.sh
+    # shellcheck disable=SC1091
     source slurm/node_env.sh rollout
     local addresses command site
     read -r -a addresses <<<"$SERVER_ADDRESSES"
