@@ -64,12 +64,15 @@ if [ -n "$cache_archive" ] && [ -e "$cache_archive" ] && [ ! -e "$CACHE" ]; then
 fi
 mkdir -p "$CACHE"
 
-# store_cache: gives this node's kernels to later jobs, when there are new ones.
+# store_cache: gives this node's kernels to later jobs, when there are new ones. Within 45 s: srun --wait=60 ends tasks that are late.
 store_cache() {
     [ -n "$cache_archive" ] || return 0
-    [ -n "$(find "$CACHE" -type f ${cache_archive:+$([ ! -e "$cache_archive" ] || echo "-newer $cache_archive")} -print -quit)" ] || return 0
-    mkdir -p "$CACHE_STORE" && tar -cf "$cache_archive.new-$HOST" -C "$CACHE" . && mv "$cache_archive.new-$HOST" "$cache_archive" ||
+    local newer=()
+    [ ! -e "$cache_archive" ] || newer=(-newer "$cache_archive")
+    [ -n "$(find "$CACHE" -type f ${newer[@]+"${newer[@]}"} -print -quit)" ] || return 0
+    if ! mkdir -p "$CACHE_STORE" || ! timeout 45 tar -cf "$cache_archive.new-$HOST" -C "$CACHE" . || ! mv "$cache_archive.new-$HOST" "$cache_archive"; then
         echo "$HOST: warning: the kernel cache could not be kept in $CACHE_STORE" >&2
+    fi
 }
 
 # --- Variables
