@@ -7,11 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import dist, export, lora, run
+from common import config, dist, export, lora, run
 from common.checkpoint import SavedParameters, TrainState
-from common.config import ModelArguments, TrainArguments
+from common.config import DataArguments, ModelArguments, TrainArguments
 from common.optim import AdamW
-from tests.conftest import read_metrics
+from grpo.experience import GRPOTrainArguments
+from grpo.objectives import ObjectiveArguments
+from grpo.rollout import RolloutArguments
+from grpo.scoring import RewardArguments
+from tests.conftest import ROOT, read_metrics
 from tests.test_grpo import tensors_of
 from tests.test_qlora import inputs_of
 
@@ -173,6 +177,14 @@ def test_other_adapters_are_refused(studied, run_ranks):
     assert len(messages) == 3
     assert "alpha=16.0" in messages[0] and "alpha=8.0" in messages[0]
     assert "('q_proj',)" in messages[1] and messages[2].endswith("this run has none")
+
+
+def test_shipped_config():
+    config_file = str(ROOT / "grpo" / "configs" / "qwen3_235b_lora.yaml")
+    argv = ["--config", config_file, "--model_name_or_path=m", "--train_files=t", "--output_dir=o", "--vllm_servers=http://a:1"]
+    classes = (ModelArguments, DataArguments, RolloutArguments, RewardArguments, ObjectiveArguments, GRPOTrainArguments)
+    model_args, *_, args = config.parse(*classes, argv=argv)
+    assert lora.Adapters.of(model_args).scale == 2.0 and not model_args.drops_out and args.learning_rate == 1e-5
 
 
 def test_names():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from common.config import ModelArguments
 from common.lora import Adapters
 from common.one_node import Work, plan_memory
 from common.skeleton import build_skeleton
+from grpo.one_node import OneNodeBackend
+from grpo.rollout import Prompt
 from tests.conftest import ROOT, read_metrics
 from tests.test_grpo import tensors_of, write_colours
 
@@ -245,6 +248,24 @@ def test_dropout_only_where_gradients_are_taken(tiny_dir, one_process):
         values.append(model(inputs, targets).logps.double().sum().item())
         shard.tensor.sub_(direction, alpha=sign * 1e-3)
     assert (values[0] - values[1]) / 2e-3 == pytest.approx(shard.parameter.grad.norm().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_answers_have_the_log_probabilities_of_the_training_pass(family, tiny_dir, one_process):
+    """Generation pads, keeps a cache and dequantises only the experts in use; the packed training pass does none of that."""
+    model = trained_model(tiny_dir(family)).sharded
+    backend = OneNodeBackend(SimpleNamespace(sharded=model), stop_ids=[379], pad_id=377, batch_size=3)
+    prompts = {"a": [5, 80, 200, 13], "b": [7, 99]}
+    model.train()
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12}
+    answers = backend.generate([Prompt(*item) for item in prompts.items()], 2, seed=1, poll=lambda: False, **sampling)
+    assert model.root.training and model.config._attn_implementation == "packed"
+    assert sorted((answer.id, answer.sample) for answer in answers) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    for answer in answers:
+        inputs, targets = inputs_of([*prompts[answer.id], *answer.completion_ids])
+        with torch.no_grad():
+            logps = model(inputs, targets).logps[len(prompts[answer.id]) - 1 : -1]
+        assert torch.allclose(logps, torch.tensor(answer.logps), atol=1e-4)
 
 
 def test_a_changed_base_is_found(tiny_dir, one_process):
