@@ -174,12 +174,6 @@ def setting(tiny_dir, moe_servers):
     backend.close()
 
 
-def take_back(backend) -> None:
-    """After another trainer has used the server, as if this one had been restarted."""
-    backend.weights.servers[0].leave()
-    backend.sync(backend.version + 1)
-
-
 def test_everything_follows_the_trainer(setting):
     _, model, backend = setting
     assert distance(model, rollout(backend)) < NOISE
@@ -405,10 +399,15 @@ def test_server_killed_between_syncs_while_it_generates(setting):
 # Several workers, servers, nodes
 
 
-def test_every_worker_of_a_tensor_parallel_server_follows(setting, moe_servers, monkeypatch):
+@pytest.fixture
+def fresh_model(tiny_dir):
+    """As it is on disk: one that has moved many times is so far from it that rounding alone makes more noise."""
+    return build(tiny_dir("qwen3_moe", **SMOOTH))
+
+
+def test_every_worker_of_a_tensor_parallel_server_follows(fresh_model, moe_servers, monkeypatch):
     """Also after a bad update: a worker that raised inside a call would shift the replies of all later ones."""
-    _, model, _ = setting
-    server = moe_servers[1].wait()
+    model, server = fresh_model, moe_servers[1].wait()
     backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
     backend.start()
     report = backend.sync(1)
@@ -425,11 +424,9 @@ def shares(servers, before) -> list[int]:
     return [server.answered() - count for server, count in zip(servers, before, strict=True)]
 
 
-def test_two_servers_share_the_work_and_one_is_lost_for_a_while(setting, moe_servers):
-    _, model, single = setting
-    one, two = moe_servers
+def test_two_servers_share_the_work_and_one_is_lost_for_a_while(fresh_model, moe_servers):
+    model, (one, two) = fresh_model, moe_servers
     two.wait()
-    single.weights.servers[0].leave()
     backend = VllmBackend([one.url, two.url], model, timeouts=TIMEOUTS)
     backend.start()
     prompts = [Prompt(f"r{i}", PROMPTS[i % 6].prompt_ids + [i]) for i in range(100)]
@@ -469,12 +466,11 @@ def test_two_servers_share_the_work_and_one_is_lost_for_a_while(setting, moe_ser
     given = roll_out(3)
     assert sum(given) == 100 and min(given) >= 20, given
     backend.close()
-    take_back(single)
 
 
-def test_one_server_over_two_nodes(setting, tiny_dir, tmp_path):
+def test_one_server_over_two_nodes(fresh_model, tiny_dir, tmp_path):
     """Two processes that meet over TCP only, as on two machines."""
-    _, model, _ = setting
+    model = fresh_model
     with VllmServer(tiny_dir("qwen3_moe", **SMOOTH), tmp_path / "log", "--enable-scale-out", workers=2, nodes=2) as server:
         backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
         server.wait()
