@@ -93,6 +93,26 @@ def test_the_recorder_of_torch_is_read(hung_run):
     assert "its last one there is number 1" in verdict.odd[1]
 
 
+def test_a_rank_stuck_before_the_loop_leaves_stacks(tmp_path, run_hang):
+    code = """
+import sys, time
+from pathlib import Path
+from common import dist, run
+from common.config import TrainArguments
+
+def load_for_ever():
+    time.sleep(3)
+
+run.start(Path(sys.argv[1]), TrainArguments(sys.argv[1], setup_timeout_minutes=0.02))
+load_for_ever()
+dist.shutdown()
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    status, text = run_hang(tmp_path)
+    assert (status, "stacks: 1 of 1 ranks wrote them" in text, "load_for_ever" in text) == (0, True, True), text
+
+
 # --- Stacks, as faulthandler writes them
 
 COLLECTIVE = [("torch/distributed/distributed_c10d.py", 3245, "all_reduce"), ("torch/distributed/c10d_logger.py", 83, "wrapper")]

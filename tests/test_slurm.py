@@ -185,6 +185,8 @@ def test_two_nodes_train_to_the_end(uninterrupted, tiny_dir):
     for number, name in enumerate(names):
         assert (first / f"node-{number:03d}-{name}.log").exists()
         assert (first / "preflight" / f"{name}.txt").read_text().endswith("PASS\n")
+        stacks = run / "stacks" / f"{job.id}.0" / f"rank-{number:05d}.txt"
+        assert stacks.read_text().startswith(f"rank {number} of 2 on {name}, process ")
     assert "step 7 loss" in (first / f"node-000-{names[0]}.log").read_text()
     assert "torch==" in (first / "packages.txt").read_text()
     assert (first / "job.sbatch").read_text().startswith("#!/usr/bin/env bash")
