@@ -215,3 +215,40 @@ def test_grpo_with_adapters(tiny_dir, launch, tmp_path):
     assert len(adapter) == 2 * 4 * 4 and all(tensor.any() for tensor in adapter.values())
     changed = {name for name, tensor in tensors_of(output / "final").items() if not torch.equal(tensor, base[name])}
     assert changed == {name for name in base if "self_attn" in name and "_proj" in name}
+
+
+def test_fp8_base(tiny_dir, run_ranks):
+    """Adapters beside frozen weights that stay FP8: what is gathered is the dequantised weight with the adapter merged, in bf16."""
+    [(moved, norm, wrong)] = run_ranks(1, study_fp8, str(tiny_dir("glm_moe_dsa", fp8=True)))
+    assert moved > 0.01 and norm > 0.1 and wrong == {}
+
+
+def study_fp8(folder: str) -> tuple[float, float, dict]:
+    model = build(folder, lora_target_modules=["q_b_proj", "o_proj"])
+    sharded, before = model.sharded, logps_of(model)
+    fill(model)
+    moved = (logps_of(model) - before).abs().max().item()
+    inputs, targets = inputs_of(IDS)
+    sharded.train()
+    sharded(inputs, targets).logps.sum().backward()
+    adapters, wrong = sharded.gather_adapters(), {}
+    assert len(adapters) == 2 * 2 * 3
+    for index in range(len(sharded.units)):
+        for name, tensor in sharded.gather_trained(index, torch.bfloat16).items():
+            base = lora.base_weights(model.converter, [name])[name]
+            stem = name.removesuffix("weight")
+            expected = base.float() + 4 * adapters[f"{stem}lora.B"] @ adapters[f"{stem}lora.A"]
+            if tensor.dtype != torch.bfloat16 or not torch.allclose(tensor.float(), expected, atol=0.01) or torch.equal(tensor, base):
+                wrong[name] = (tensor.float() - expected).abs().max().item()
+    return moved, sharded.clip_grad_norm(0).item(), wrong
+
+
+def test_supervised_training_takes_adapters_too(tiny_dir, launch, tmp_path):
+    rows = [{"prompt": f"story {i}", "completion": " The spider has eight legs."} for i in range(32)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launch(
+        "sft.train", "--config=sft/configs/tiny.yaml", f"--model_name_or_path={tiny_dir('qwen3_moe')}", "--max_length=64", "--max_steps=6",
+        f"--train_files={tmp_path / 'train.jsonl'}", f"--output_dir={tmp_path / 'run'}", "--lora_rank=8", "--learning_rate=1e-2", "--save_steps=0",
+    )  # fmt: skip
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 1.0, losses
