@@ -219,7 +219,10 @@ def build_model(args: ModelArguments, work: Work) -> run.Model:
     flops = ModelFlops(model, family, selection)
     memory = plan_memory(model, work, [free_bytes(device) for device in devices])
     memory.check()
-    log.info("memory, estimated for %s:\n  %s", work, "\n  ".join(memory.lines()))
+    log.info(
+        "memory, estimated for rows of %d tokens and %d answers of %d + %d tokens at a time:\n  %s",
+        work.row_tokens, work.answers, work.prompt_tokens, work.completion_tokens, "\n  ".join(memory.lines()),
+    )  # fmt: skip
     errors = _load(model, converter, [devices[number] for number in memory.device_of], selection.lowest_layer, adapters.dropout > 0)
     worst = max(errors, key=errors.get)
     log.info(
@@ -298,6 +301,7 @@ class OneNodeModel:
         self._frozen_hashes: dict[str, str] = {}
 
     def __call__(self, *args, **kwargs):
+        dist.beat()  # a step may take many minutes: one device works at a time
         return self.root(*args, **kwargs)
 
     def train(self, mode: bool = True) -> None:

@@ -196,12 +196,17 @@ class SampledLogps(LogitsProcessor):
 
 
 class PollStop(StoppingCriteria):
-    """Ends all answers of the batch when somebody asks for a stop."""
+    """Ends all answers of the batch when somebody asks for a stop; says once a minute how far they are."""
 
-    def __init__(self, poll: Callable[[], bool]):
-        self.poll = poll
+    def __init__(self, poll: Callable[[], bool], max_new_tokens: int):
+        self.poll, self.max_new_tokens = poll, max_new_tokens
+        self.tokens, self.reported = 0, time.monotonic()
 
     def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        self.tokens += 1
+        if time.monotonic() > self.reported + 60:
+            self.reported = time.monotonic()
+            log.info("rollout: token %d of at most %d of %d answers", self.tokens, self.max_new_tokens, len(input_ids))
         return torch.full((len(input_ids),), self.poll(), dtype=torch.bool, device=input_ids.device)
 
 
@@ -260,7 +265,7 @@ def sample_batch(
         attention_mask=mask,
         generation_config=GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=stop_ids, pad_token_id=pad_id, **sampling),
         logits_processor=LogitsProcessorList([logps]),
-        stopping_criteria=StoppingCriteriaList([PollStop(poll)]),
+        stopping_criteria=StoppingCriteriaList([PollStop(poll, max_new_tokens)]),
     )
     answers = output[:, width:]
     values = logps.of(answers).tolist()
