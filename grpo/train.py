@@ -133,7 +133,9 @@ def forward_backward_both(
     model, measured = setup.model.sharded, {}
     if chord.measures(step):
         if experts:
-            chord.forward_backward(model, experts, mu, coefficient)
+            devices = {parameter.device for parameter in model.root.parameters() if parameter.is_cuda}
+            with torch.random.fork_rng(devices=devices):  # adapters may drop out
+                chord.forward_backward(model, experts, mu, coefficient)
         measured["chord/sft_grad_norm"] = model.clip_grad_norm(0).item()
         optimizer.zero_grad()
     loss, figures, balance, load = forward_backward(setup, batches, 1 - mu)
