@@ -20,7 +20,8 @@ PART_ELEMENTS = 1 << 28
 
 
 @cache
-def _functional():
+def kernels():
+    """bitsandbytes' functions. ImportError that names the command where it is not installed."""
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
@@ -36,7 +37,7 @@ class Nf4Tensor(nn.Module):
         assert can_quantise(tensor), tensor.shape
         self.shape = tensor.shape
         rows = tensor.reshape(len(tensor) if tensor.dim() == 3 else 1, -1)  # [R, n], a matrix each
-        functional = _functional()
+        functional = kernels()
         step = max(1, PART_ELEMENTS // rows.shape[1])
         packed, scales = [], []
         for part in rows.split(step):
@@ -62,7 +63,7 @@ class Nf4Tensor(nn.Module):
         """The tensor in `dtype`, or only the given experts [e, M, N].
 
         The kernels see matrices as rows of whole blocks: bitsandbytes' CPU kernel is wrong where a row ends within a block."""
-        functional = _functional()
+        functional = kernels()
         scales = functional.dequantize_blockwise(self.scales, absmax=self.scale_scales, code=self.scale_code, blocksize=SCALE_BLOCK).add_(
             self.scale_mean
         )
@@ -85,7 +86,7 @@ class Nf4Tensor(nn.Module):
 
 @cache
 def _code(device: torch.device) -> Tensor:
-    return _functional().get_4bit_type("nf4", device=device)
+    return kernels().get_4bit_type("nf4", device=device)
 
 
 def can_quantise(tensor: Tensor) -> bool:

@@ -197,6 +197,7 @@ def build_model(args: ModelArguments, work: Work) -> run.Model:
     """Plans, then loads the base in 4 bits with fresh adapters. ValueError, with figures and before anything is read, where it cannot fit."""
     if dist.world_size() > 1:
         raise ValueError("quantization: nf4 runs in one process that uses all visible GPUs: start python -m grpo.train without torchrun.")
+    nf4.kernels()  # an error now, not after the first layer has been read
     devices = dist.use_all_devices()
     path, compute = args.model_name_or_path, getattr(torch, args.compute_dtype)
     attention.register()
