@@ -16,8 +16,9 @@ from common.server_http import Http
 from common.server_names import closure, wire_tensors
 from common.sync_server import SyncError, Timeouts
 from common.weight_sync import ServersLost, WeightSync
+from grpo.fleet import Endpoint, Fleet, Request
 from grpo.rollout import Prompt
-from grpo.vllm_client import Endpoint, Fleet, Request, trainer_logps
+from grpo.vllm_client import trainer_logps
 from tests.conftest import ROOT
 
 FAST = Timeouts(call=2.0, bucket=2.0, join=5.0, health=0.5)
