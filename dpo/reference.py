@@ -89,7 +89,18 @@ def compute_reference(
         with dist.main_rank_first() as mine:
             if mine:
                 merge(folder, dataset)
-    return np.load(result, mmap_mode="r")
+    return open_sums(result, dataset)
+
+
+def open_sums(path: Path, dataset: TokenizedDataset) -> np.ndarray:
+    """ValueError where a disk that ran full or a copy that broke off has left another number of values."""
+    try:
+        sums = np.load(path, mmap_mode="r")
+        if sums.shape != (len(dataset),) or sums.dtype != np.float64:
+            raise ValueError(f"it holds {sums.shape} values of {sums.dtype}, the data has {len(dataset)} answers")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be used: {error}. Delete {path.parent} to compute it anew.") from error
+    return sums
 
 
 def check_key(folder: Path, key: dict) -> None:
@@ -101,7 +112,10 @@ def check_key(folder: Path, key: dict) -> None:
         temporary.write_text(json.dumps(key, indent=1), encoding="utf-8")
         os.replace(temporary, path)
         return
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        saved = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete {folder} to compute the reference anew.") from error
     changed = [f"{name} was {saved.get(name)}, now {key.get(name)}" for name in sorted({*saved, *key}) if saved.get(name) != key.get(name)]
     if changed:
         raise ValueError(

@@ -23,7 +23,7 @@ from common.tiny import FAMILIES
 from dpo import reference as reference_module
 from dpo.data import PairRule
 from dpo.loss import FIGURES, LossArguments, loss_scales
-from dpo.reference import RECORD, check_key, compute_reference, key_of, part_path, read_parts
+from dpo.reference import RECORD, check_key, compute_reference, key_of, open_sums, part_path, read_parts
 from dpo.train import DPOTrainArguments, PairData, check_reference, evaluate, forward_backward
 from tests.conftest import ROOT, read_metrics
 
@@ -300,6 +300,22 @@ def test_a_stale_reference_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match="code was None, now c"):
         check_key(tmp_path / "reference", key | {"code": "c"})
     assert json.loads((tmp_path / "reference" / "key.json").read_text()) == key
+
+
+def test_a_damaged_reference_is_named(tmp_path):
+    path = tmp_path / "sums.npy"
+    np.save(path, np.arange(12.0))
+    assert open_sums(path, range(12)).tolist() == list(range(12))
+    with pytest.raises(ValueError, match=r"sums.npy cannot be used: it holds \(12,\) values of float64, the data has 10 answers. Delete"):
+        open_sums(path, range(10))
+    for size in (path.stat().st_size - 8, 20, 0):  # a copy that broke off
+        os.truncate(path, size)
+        with pytest.raises(ValueError, match="sums.npy cannot be used.*Delete"):
+            open_sums(path, range(12))
+    check_key(tmp_path, {"data": "a"})
+    os.truncate(tmp_path / "key.json", 5)
+    with pytest.raises(ValueError, match="key.json cannot be read.*Delete"):
+        check_key(tmp_path, {"data": "a"})
 
 
 def test_a_reference_that_does_not_fit_the_model_ends_the_run():
