@@ -21,23 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 STEPS = 12
 
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
-  fsdp_reshard_after_forward: true
-  fsdp_activation_checkpointing: true
-  fsdp_cpu_ram_efficient_loading: false
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-machine_rank: 0
-num_machines: 1
-num_processes: {gpus}
-mixed_precision: '{mixed}'
-"""
-
 
 def trl_side(args) -> None:
     """One rank: a process of its own on one GPU, or one of `accelerate launch`."""
@@ -105,9 +88,9 @@ def run_trl(args, masters: str, work: Path) -> dict:
     command += ["--length", str(args.length), "--pairs", str(args.pairs)]
     launcher = []
     if args.gpus > 1:
-        config = work / "accelerate.yaml"
-        config.write_text(ACCELERATE.format(gpus=args.gpus, mixed="bf16" if masters == "float32" else "no"))
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+        from shapes import accelerate_launch
+
+        launcher = accelerate_launch(work, args.gpus, masters)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if args.gpus == 1:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

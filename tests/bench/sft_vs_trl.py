@@ -19,23 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 STEPS, LENGTH, ROWS = 12, 4096, 4
 
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
-  fsdp_reshard_after_forward: true
-  fsdp_activation_checkpointing: true
-  fsdp_cpu_ram_efficient_loading: false
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-machine_rank: 0
-num_machines: 1
-num_processes: {gpus}
-mixed_precision: '{mixed}'
-"""
-
 
 def trl_side(args) -> None:
     """Runs inside `accelerate launch`."""
@@ -89,10 +72,10 @@ def trl_side(args) -> None:
 
 
 def run_trl(args, masters: str, work: Path) -> dict:
-    config = work / "accelerate.yaml"
-    config.write_text(ACCELERATE.format(gpus=args.gpus, mixed="bf16" if masters == "float32" else "no"))
+    from shapes import accelerate_launch
+
     result = work / f"trl-{masters}.json"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), __file__, "--trl", "--masters", masters]
+    command = [sys.executable, *accelerate_launch(work, args.gpus, masters), __file__, "--trl", "--masters", masters]
     command += ["--work", str(work), "--model", str(work / "model"), "--ids", str(work / "ids.json"), "--result", str(result)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
     return json.loads(result.read_text())

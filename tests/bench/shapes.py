@@ -25,6 +25,30 @@ SHAPES = {
     "tie_word_embeddings": False,
 }
 
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+machine_rank: 0
+num_machines: 1
+num_processes: {gpus}
+mixed_precision: '{mixed}'
+"""
+
+
+def accelerate_launch(work: Path, gpus: int, masters: str) -> list[str]:
+    """How TRL runs on several GPUs: options of Python for FSDP2 through accelerate, bf16 autocast over fp32 masters."""
+    file = work / "accelerate.yaml"
+    file.write_text(ACCELERATE.format(gpus=gpus, mixed="bf16" if masters == "float32" else "no"))
+    return ["-m", "accelerate.commands.launch", "--config_file", str(file)]
+
 
 def make_model(folder: Path, **overrides) -> None:
     """5.6 B parameters in bf16, 11 GB on the disk, one file a layer; generated on the GPU because a CPU takes minutes."""
