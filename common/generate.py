@@ -201,7 +201,7 @@ class LocalModel:
         """Batches are the same whatever is there already, and each has its own seed: a resumed run draws what one without a stop draws."""
         import torch
 
-        from grpo.twin import sample_batch  # left padding, stop tokens and untouched sampling defaults, as in rollouts
+        from common.decode import sample_batch
 
         prompts = {ask.id: self.template.ids(ask) for ask in asks}
         order = sorted(asks, key=lambda ask: (-len(prompts[ask.id]), ask.id))

@@ -11,6 +11,7 @@ from common import dist, run
 from common.chat import Chat
 from common.config import ModelArguments
 from common.data import Bins, collate
+from common.decode import SampledLogps
 from common.jsonl import write_lines
 from common.tiny import FAMILIES
 from grpo import twin
@@ -175,7 +176,7 @@ def test_the_checkpoints_own_sampling_defaults_are_not_used(tiny_dir, tmp_path):
 
 def test_top_p_gives_probabilities_of_the_truncated_distribution():
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    processor = twin.SampledLogps(1.0, 0.7)
+    processor = SampledLogps(1.0, 0.7)
     processor(torch.zeros(1, 1, dtype=torch.long), scores)
     logps = processor.of(torch.tensor([[1]]))
     assert logps.exp().item() == pytest.approx(0.3 / 0.8)
