@@ -21,7 +21,6 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,13 +32,12 @@ from common.chat import BadRow
 from common.jsonl import write_json, write_lines
 from grpo.endpoint import read_mapping
 from grpo.rollout import NOT_COLUMNS
-from grpo.sampling import PASS, expected_collapse, fill_probability, read_pass_rates
+from grpo.sampling import PASS, expected_collapse, fill_probability, fit_prior, read_pass_rates
 from grpo.scoring import RewardArguments, RewardPool
 
 log = logging.getLogger(__name__)
 
 LEVELS = range(1, 7)
-PRIOR_RANGE = (0.02, 50.0)  # of both parameters of the fitted Beta
 
 
 def level(k: int, n: int) -> int:
@@ -266,30 +264,6 @@ def filter_rows(arguments: list[str]) -> int:
 
 
 # ---- report --------------------------------------------------------------------------------------------------------------------------
-
-
-def log_beta(a: float, b: float) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
-def fit_prior(rates: Iterable[tuple[int, int]]) -> tuple[float, float]:
-    """The Beta distribution of pass rates that makes these (k, n) most likely (beta-binomial likelihood; a grid, refined around its best).
-
-    A strong model knows most answers or does not: its pass rates lie at both ends, and a uniform prior would call all-right prompts useful.
-    """
-    counts = Counter(rates)
-
-    def likelihood(a: float, b: float) -> float:
-        return math.fsum(count * (log_beta(k + a, n - k + b) - log_beta(a, b)) for (k, n), count in counts.items())
-
-    low, high = map(math.log, PRIOR_RANGE)
-    best, width = ((low + high) / 2,) * 2, (high - low) / 2
-    for _ in range(12):
-        steps = [width * i / 6 for i in range(-6, 7)]
-        places = [(min(max(best[0] + x, low), high), min(max(best[1] + y, low), high)) for x in steps for y in steps]
-        best = max(places, key=lambda place: likelihood(math.exp(place[0]), math.exp(place[1])))
-        width /= 2
-    return math.exp(best[0]), math.exp(best[1])
 
 
 def observed_collapse(k: int, n: int, num_generations: int) -> float:

@@ -49,6 +49,7 @@ from grpo.sampling import (
     accuracies,
     carries_signal,
     fill,
+    fit_prior,
     groups_of,
     mean_expected_collapse,
     pass_rate,
@@ -101,6 +102,7 @@ class Setup:
     ahead_step: int = 0  # the first step that will train on it
     surplus: list[Group] = field(default_factory=list)  # groups with signal that the next rollout begins with
     pass_rates: dict[str, tuple[int, int]] | None = None  # of the prompts, where they were measured
+    prior: tuple[float, float] | None = None  # fitted to them
 
     @property
     def updates(self) -> int:
@@ -283,11 +285,13 @@ def collapse_figures(setup: Setup, filled: Filled, generated: list[Group]) -> di
     args, accuracy = setup.rollout_args, setup.reward_args.accuracy_reward
     rate = sum(is_collapsed(accuracies(group, accuracy)) for group in generated) / len(generated)
     figures = {"grpo/collapse_rate": rate}
+    prior = setup.prior
     if setup.pass_rates is not None:
         rates = [setup.pass_rates[g[0].question.id] for g in generated if g[0].question.id in setup.pass_rates]
     else:
-        rates = [pass_rate(group, accuracy) for group in generated]
-    figures["grpo/collapse_expected"] = mean_expected_collapse(rates, args.num_generations)
+        rates = [(k, n) for k, n in (pass_rate(group, accuracy) for group in generated) if n]
+        prior = fit_prior(rates)
+    figures["grpo/collapse_expected"] = mean_expected_collapse(rates, args.num_generations, prior)
     if not args.dynamic_sampling:
         return figures
     bound = 1 - 1 / args.max_resample_times

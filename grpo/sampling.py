@@ -12,6 +12,7 @@ probability P(Binomial(R N, 1 - c) >= N), which falls steeply there.
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from grpo.rollout import Answer, Question, RolloutArguments
 log = logging.getLogger(__name__)
 
 PASS = 1.0  # an answer whose accuracy reward reaches this is right, for pass rates
+PRIOR_RANGE = (0.02, 50.0)  # of both parameters of the fitted Beta
 
 Group = list[Answer]
 
@@ -35,12 +37,32 @@ def collapse_probability(p: float, num_generations: int) -> float:
     return p**num_generations + (1 - p) ** num_generations
 
 
+def log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def fit_prior(rates: Iterable[tuple[int, int]]) -> tuple[float, float]:
+    """The Beta distribution of pass rates that makes these (k, n) most likely (beta-binomial likelihood; a grid, refined around its best).
+
+    A strong model knows most answers or does not: its pass rates lie at both ends, and a uniform prior would call all-right prompts useful.
+    """
+    counts = Counter(rates)
+
+    def likelihood(a: float, b: float) -> float:
+        return math.fsum(count * (log_beta(k + a, n - k + b) - log_beta(a, b)) for (k, n), count in counts.items())
+
+    low, high = map(math.log, PRIOR_RANGE)
+    best, width = ((low + high) / 2,) * 2, (high - low) / 2
+    for _ in range(12):
+        steps = [width * i / 6 for i in range(-6, 7)]
+        places = [(min(max(best[0] + x, low), high), min(max(best[1] + y, low), high)) for x in steps for y in steps]
+        best = max(places, key=lambda place: likelihood(math.exp(place[0]), math.exp(place[1])))
+        width /= 2
+    return math.exp(best[0]), math.exp(best[1])
+
+
 def expected_collapse(k: int, n: int, num_generations: int, prior: tuple[float, float] = (1.0, 1.0)) -> float:
     """The same where k of n answers were right: mean over what the pass rate may be (from a Beta prior, uniform if nothing else is given)."""
-
-    def log_beta(a: float, b: float) -> float:
-        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
     right, wrong = k + prior[0], n - k + prior[1]
     whole = log_beta(right, wrong)
     return math.exp(log_beta(right + num_generations, wrong) - whole) + math.exp(log_beta(right, wrong + num_generations) - whole)
@@ -81,8 +103,8 @@ def read_pass_rates(path: str) -> dict[str, tuple[int, int]]:
     return rates
 
 
-def mean_expected_collapse(pass_rates: Iterable[tuple[int, int]], num_generations: int) -> float | None:
-    values = [expected_collapse(k, n, num_generations) for k, n in pass_rates]
+def mean_expected_collapse(pass_rates: Iterable[tuple[int, int]], num_generations: int, prior: tuple[float, float]) -> float | None:
+    values = [expected_collapse(k, n, num_generations, prior) for k, n in pass_rates]
     return math.fsum(values) / len(values) if values else None
 
 
@@ -103,7 +125,8 @@ def announce(questions: list[Question], pass_rates: dict[str, tuple[int, int]] |
     known = [pass_rates[question.id] for question in questions if question.id in pass_rates]
     if not known:
         raise ValueError("difficulty_file has none of the prompts' ids. Measure these prompts: python -m grpo.difficulty measure.")
-    expected = mean_expected_collapse(known, args.num_generations)
+    # Fitted to the whole file, as `python -m grpo.difficulty report` does: the prompts may be those of a few levels.
+    expected = mean_expected_collapse(known, args.num_generations, fit_prior(pass_rates.values()))
     chance = fill_probability(size, rounds, expected)
     message = (
         "dynamic sampling: by the pass rates of %d of %d prompts %.3f of the groups collapse; a rollout is filled with probability %.4f"

@@ -47,7 +47,7 @@ from grpo.experience import (
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
-from grpo.sampling import Prompts, announce
+from grpo.sampling import Prompts, announce, fit_prior
 from grpo.scoring import RewardArguments, RewardPool
 from grpo.twin import HfBackend
 from grpo.vllm_client import VllmBackend
@@ -249,7 +249,7 @@ def main() -> None:
     setup = Setup(model, backend, tokenizer, pool, reference, model_args, data_args, rollout_args, reward_args, objective, args, output_dir)
     setup.surplus = resume_surplus(setup, questions, state.step)
     if measured:
-        setup.pass_rates = measured.rates
+        setup.pass_rates, setup.prior = measured.rates, fit_prior(measured.rates.values())
         for text in difficulty.stale_warnings(measured, fingerprint=model.base.fingerprint, run=config.resolved(*all_args)):
             log.warning("%s", text)
     if chord:

@@ -16,6 +16,7 @@ from common.data import Order
 from grpo import sampling
 from grpo.advantages import compute_gdpo_advantages
 from grpo.batches import make_mini_batches
+from grpo.difficulty import read_measurement, summarise
 from grpo.experience import (
     GRPOTrainArguments,
     Rollout,
@@ -134,16 +135,17 @@ def test_no_prompt_comes_twice_into_one_rollout():
 def test_pass_rates_from_a_file(tmp_path, caplog):
     caplog.set_level("INFO")
     file = tmp_path / "d.jsonl"
-    file.write_text('{"id": "q0", "k": 5, "n": 5, "model_fingerprint": "x"}\n{"id": 1, "k": 0, "n": 5}\n')
+    file.write_text('{"id": "q0", "k": 4, "n": 5, "model_fingerprint": "x"}\n{"id": 1, "k": 1, "n": 5}\n')
     rates = read_pass_rates(str(file))
-    assert rates == {"q0": (5, 5), "1": (0, 5)}
+    assert rates == {"q0": (4, 5), "1": (1, 5)}
     questions = [Question(name, "", [1], {}, "") for name in ("q0", "1", "other")]
+    expected = sampling.expected_collapse(4, 5, 8, sampling.fit_prior(rates.values()))
     args = RolloutArguments(num_prompts_per_step=1, num_generations=8, dynamic_sampling=True, max_resample_times=2)
     announce(questions, rates, args)
-    assert "2 of 3 prompts 0.429 of the groups collapse" in caplog.text and "cannot fill" not in caplog.text
+    assert f"2 of 3 prompts {expected:.3f} of the groups collapse" in caplog.text and "cannot fill" not in caplog.text
     args.max_resample_times = 1
     announce(questions, rates, args)
-    assert "0.429 of the groups are expected to collapse, 1 batches bear 0.000. Raise max_resample_times to 2" in caplog.text
+    assert f"{expected:.3f} of the groups are expected to collapse, 1 batches bear 0.000. Raise max_resample_times to 2" in caplog.text
     args.max_resample_times = 4
     announce(questions, rates, args)
     assert "3 prompts are fewer than 4 batches of 1" in caplog.text
@@ -155,6 +157,23 @@ def test_pass_rates_from_a_file(tmp_path, caplog):
             read_pass_rates(str(file))
     with pytest.raises(ValueError, match="cannot be read"):
         read_pass_rates(str(tmp_path / "none.jsonl"))
+
+
+def test_the_run_expects_what_the_report_says(tmp_path, caplog):
+    """A strong model: most prompts are all right, and a prior that did not know would call half of their groups useful."""
+    caplog.set_level("INFO")
+    lines = [json.dumps({"id": f"q{i}", "k": 8 if i < 190 else 4, "n": 8}) + "\n" for i in range(200)]
+    (tmp_path / "d.jsonl").write_text("".join(lines))
+    measured = read_measurement(str(tmp_path / "d.jsonl"))
+    found = summarise(measured, 8, 3, 32)
+    assert found["collapse"]["fitted"] == pytest.approx(0.94, abs=5e-5) and not found["fills"]
+    questions = [Question(f"q{i}", "", [1], {}, "") for i in range(200)]
+    announce(questions, measured.rates, RolloutArguments(dynamic_sampling=True))
+    assert f"0.940 of the groups collapse; a rollout is filled with probability {found['fill_probability']:.4f}" in caplog.text
+    assert "cannot fill its rollouts: 0.940" in caplog.text and "Raise max_resample_times to 17" in caplog.text
+    # Of a few levels only: the prior is that of all prompts that were measured.
+    announce(questions[190:], measured.rates, RolloutArguments(dynamic_sampling=True))
+    assert f"by the pass rates of 10 of 10 prompts {found['collapse_kept_2_5']:.3f} of the groups collapse" in caplog.text
 
 
 # ---- rollouts without a model: an engine and rewards that are made up
@@ -360,7 +379,8 @@ def test_a_run_and_its_resume(tiny_dir, launch, tmp_path):
         assert [entry["advantage"] for entry in lines] == pytest.approx(advantages.values.tolist(), abs=1e-12)
         assert {f"p{i}" for i in range(0, 40, 3)} & {*trained, *left} == set()  # `form` differs there too, and does not count
         names = [*filtered, *left, *(name for name in trained if name not in kept)]
-        expected = [sampling.expected_collapse(4 * bool(int(name[1:]) % 3), 8, 4) for name in names]
+        prior = sampling.fit_prior((4 * bool(i % 3), 8) for i in range(40))
+        expected = [sampling.expected_collapse(4 * bool(int(name[1:]) % 3), 8, 4, prior) for name in names]
         assert line["grpo/collapse_expected"] == pytest.approx(sum(expected) / len(expected))
         kept = left
     assert any(line["grpo/surplus"] for line in whole) and any(line["grpo/batches"] > 1 for line in whole)
