@@ -78,7 +78,7 @@ class Chat:
 
     def render(self, row: dict) -> list[Rendered]:
         if row.get("messages") is not None:
-            prompt, completion = [], _from_json(row["messages"], "messages", list)
+            prompt, completion = [], from_json(row["messages"], "messages", list)
         elif row.get("prompt") is not None and row.get("completion") is not None:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
@@ -94,8 +94,8 @@ class Chat:
                 "the tokenizer has no chat template: put one beside it (chat_template.jinja), or give prompt and completion as strings"
             )
         messages = [normalise(message, i, self.stops) for i, message in enumerate([*prompt, *completion])]
-        tools = [_from_json(tool, "tools", dict) for tool in _from_json(row.get("tools") or [], "tools", list)] or None
-        kwargs = {**self.kwargs, **_from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)}
+        tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)] or None
+        kwargs = {**self.kwargs, **from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)}
         turns = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant" and has_something_to_learn(messages[i])]
         if not turns:
             return []
@@ -302,7 +302,7 @@ def normalise(message: Any, index: int, stops) -> dict:
         if reasoning is not None:
             message["reasoning_content"] = _join_parts(reasoning, index)
         if "tool_calls" in message:
-            message["tool_calls"] = [_tool_call(call, index) for call in _from_json(message["tool_calls"], "tool_calls", list)]
+            message["tool_calls"] = [_tool_call(call, index) for call in from_json(message["tool_calls"], "tool_calls", list)]
     elif message["role"] in ("tool", "function") and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     else:
@@ -332,11 +332,11 @@ def _tool_call(call: Any, index: int) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"message {index}: a tool call needs a 'function' with a 'name': {json.dumps(call, default=str)[:120]}")
     arguments = function.get("arguments")
-    arguments = {} if arguments in (None, "") else _from_json(arguments, "the arguments of a tool call", dict)
+    arguments = {} if arguments in (None, "") else from_json(arguments, "the arguments of a tool call", dict)
     return {**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}}
 
 
-def _from_json(value: Any, what: str, kind: type):
+def from_json(value: Any, what: str, kind: type):
     """Parquet files often hold nested values as JSON text."""
     if isinstance(value, str):
         try:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from common import dist, generate
 from common.answers import read_answer
-from common.jsonl import write_lines
-from common.paired_tests import holm, mcnemar_exact, mean_interval, wilson
+from common.jsonl import refuse_overwriting, write_lines
+from common.paired_tests import holm, mcnemar_exact, share_interval, wilson
 from common.questions import Item, Marked, Predictions, difference, group_values, mark, read_items, read_predictions
 
 log = logging.getLogger(__name__)
@@ -29,24 +29,19 @@ log = logging.getLogger(__name__)
 
 def run(args: argparse.Namespace) -> dict:
     """Asks all questions and writes the prediction file, when all answers are there. What is made meanwhile is beside it."""
-    items, left_out = read_items(args.data, args.instruction, args.text_only)
-    if left_out:
-        log.info("%d questions need a picture (text_only: false) and are left out", left_out)
-    try:
-        kwargs = json.loads(args.chat_template_kwargs or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"chat_template_kwargs is not JSON ({error}): {args.chat_template_kwargs}") from error
     output = Path(args.output)
     if output.suffix != ".jsonl":
         raise ValueError(f"output must be named *.jsonl, not {output}")
-    asks = [
-        generate.Ask(item.id, item.prompt, item.extra.get("tools"), kwargs | (item.extra.get("chat_template_kwargs") or {}))
-        for item in items.values()
-    ]
+    refuse_overwriting(generate.outputs(output), args.data)
+    kwargs = generate.template_kwargs(args.chat_template_kwargs)
+    items, left_out = read_items(args.data, args.instruction, args.text_only)
+    if left_out:
+        log.info("%d questions need a picture (text_only: false) and are left out", left_out)
+    asks = [generate.Ask(item.id, item.prompt, item.tools, kwargs | item.chat_template_kwargs) for item in items.values()]
     source, sampling = generate.source_of(args), generate.sampling_of(args)
     made = output.with_suffix(".answers.jsonl")
     answers = generate.generate(source, asks, sampling, made)
-    model = json.loads(generate.meta_path(made).read_text(encoding="utf-8"))["model"]
+    model = generate.read_meta(made)["model"]
     write_lines(output, (prediction_line(items[ask.id], ask, answer, model, sampling) for ask in asks for answer in answers[ask.id]))
     log.info("%s: %d answers to %d questions", output, len(asks) * sampling.samples, len(asks))
     predictions = read_predictions([str(output)])
@@ -142,6 +137,7 @@ def compare(base: Predictions, new: Predictions, items: dict[str, Item] | None, 
         "base": base.name,
         "new": new.name,
         "subset": subset,
+        "samples": len(next(iter(base.lines.values()))),
         "warnings": warnings,
         "all": pair(*marks, "all", "", tested=subset is None),
         "groups": [],
@@ -167,6 +163,12 @@ def check_same(base: Predictions, new: Predictions, items: dict[str, Item] | Non
     if items is None and base.has_gold and new.has_gold:
         if other := [name for name, (a, b) in firsts.items() if a["answer"] != b["answer"]]:
             raise ValueError(f"{difference(other, 'have another right answer in the two files')}. Give the questions with --data")
+    samples = [len(next(iter(which.lines.values()))) for which in (base, new)]
+    if samples[0] != samples[1]:
+        raise ValueError(
+            f"{base.name} has {samples[0]} answers to a question, {new.name} {samples[1]}. The most frequent of more answers is right more often, "
+            "whatever the model: give as many --samples to both"
+        )
     warnings = []
     for key, what in (("prompt_hash", "were asked with another prompt"), ("temperature", "were sampled at another temperature")):
         if other := [name for name, (a, b) in firsts.items() if key in a and key in b and a[key] != b[key]]:
@@ -175,10 +177,13 @@ def check_same(base: Predictions, new: Predictions, items: dict[str, Item] | Non
 
 
 def pair(base: dict[str, Marked], new: dict[str, Marked], column: str, value: str, tested: bool) -> dict:
-    """b, c and p by the majority of each question's samples; the difference, in shares of right answers, by all of them."""
+    """b, c and p by the majority of each question's samples; the difference, in shares of right answers, by all of them.
+
+    Where b = c the difference of several samples need not be 0: two answers of which the first is right vote for it, and are half right.
+    """
     verdicts = [(base[name].majority, new[name].majority) for name in base]
     b, c = verdicts.count((True, False)), verdicts.count((False, True))
-    mean, low, high = mean_interval([new[name].accuracy - base[name].accuracy for name in base])
+    mean, low, high = share_interval([new[name].accuracy - base[name].accuracy for name in base])
     accuracies = [sum(mark.accuracy for mark in marked.values()) / len(marked) for marked in (base, new)]
     result = {"column": column, "value": value, "questions": len(base), "base_accuracy": accuracies[0], "new_accuracy": accuracies[1]}
     result |= {"difference": mean, "low": low, "high": high, "b": b, "c": c}
@@ -210,6 +215,8 @@ def print_comparison(result: dict) -> None:
         lines.append([*cells, str(row["b"]), str(row["c"]), f"{row['p']:.4g}", adjusted])
     print_table(lines)
     print("b: base right, new wrong; c: base wrong, new right; p: exact McNemar; Holm: over the groups of one column")
+    if result["samples"] > 1:
+        print(f"b, c, p: by the most frequent of a question's {result['samples']} answers; base, new and difference: by all of them")
 
 
 # ---- command line --------------------------------------------------------------------------------------------------------------------
@@ -255,8 +262,6 @@ def command(args: argparse.Namespace) -> dict:
         return compare(read_predictions(args.base), read_predictions(args.new), items, args.group_by, args.subset)
     predictions = read_predictions(args.predictions)
     marked = mark(predictions, items)
-    if items is not None and (missing := [name for name in items if name not in marked]):
-        raise ValueError(f"{predictions.name}: {difference(missing, 'of the data have no prediction')}. Give the data that was asked only")
     return scores(predictions, marked, args.group_by)
 
 

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import checkpoint
-from common.chat import Chat, normalise
-from common.jsonl import AppendLog, write_json
+from common.chat import Chat, from_json, normalise
+from common.jsonl import AppendLog, read_json_object, write_json
 from common.server_http import Http, ServerError
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.samples < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError("samples and max_new_tokens must be at least 1, temperature at least 0, top_p above 0 and at most 1")
+        if self.samples < 1 or self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
+            raise ValueError("samples and max_new_tokens must be at least 1, temperature a number from 0 on, top_p above 0 and at most 1")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"{self.samples} samples at temperature 0 would all be the same answer: set a temperature")
 
@@ -82,13 +83,18 @@ def generate(
     _check_meta(Path(output), source.identity(), sampling)
     with AppendLog(output) as answers:
         done: dict[tuple[str, int], dict] = {}
-        changed = set()
+        changed, useless = set(), 0
         for line in answers.new():
+            if not is_answer(line):
+                useless += 1
+                continue
             ask = wanted.get(line["id"])
             if ask is not None and line["prompt_hash"] != ask.prompt_hash:
                 changed.add(ask.id)
             elif ask is not None and line["sample"] < sampling.samples:
                 done[ask.id, line["sample"]] = line
+        if useless:
+            log.warning("%s: skipped %d lines without id, sample, prompt_hash and completion: no answers of this program", output, useless)
         if again := [id for id in changed if any((id, s) not in done for s in range(sampling.samples))]:
             log.warning("%s: the prompts of %d ids have changed since: they are answered anew", output, len(again))
         total = len(asks) * sampling.samples
@@ -105,8 +111,33 @@ def generate(
     return {ask.id: [done[ask.id, sample] for sample in range(sampling.samples)] for ask in asks}
 
 
+def template_options(row: dict) -> tuple[list[dict] | None, dict]:
+    """A row's `tools` and `chat_template_kwargs`, each of them as it is or as JSON text. Raises BadRow."""
+    tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)] or None
+    return tools, from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)
+
+
+def is_answer(line: dict) -> bool:
+    kinds = {"id": str, "sample": int, "prompt_hash": str, "completion": str}
+    return all(isinstance(line.get(name), kind) for name, kind in kinds.items())
+
+
+def outputs(output: str | Path) -> list[Path]:
+    """What a measurement or an evaluation with the result `output` (*.jsonl) writes: that, the answers, and who made each."""
+    made = Path(output).with_suffix(".answers.jsonl")
+    return [Path(output), meta_path(output), made, meta_path(made)]
+
+
 def meta_path(output: str | Path) -> Path:
     return Path(f"{output}.meta.json")
+
+
+def read_meta(output: str | Path) -> dict:
+    """{model, fingerprint, sampling} of what made `output`. ValueError names the file beside it that does not say so."""
+    content = read_json_object(meta_path(output))
+    if not isinstance(content.get("model"), str) or not isinstance(content.get("sampling"), dict) or "samples" not in content["sampling"]:
+        raise ValueError(f"{meta_path(output)} does not say which model and sampling made {output}: delete both, or give another output")
+    return content
 
 
 def _check_meta(output: Path, identity: dict, sampling: Sampling) -> None:
@@ -118,7 +149,7 @@ def _check_meta(output: Path, identity: dict, sampling: Sampling) -> None:
             raise ValueError(f"{output} is there but not {path.name}, which says what made it: give another output")
         write_json(path, meta)
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_meta(output)
     flat = [{**m, **m["sampling"], "sampling": None, "samples": None, "model": None} for m in (before, meta)]
     if flat[0] != flat[1]:
         different = [
@@ -415,9 +446,20 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         parser.add_argument(f"--{name}", type=type(getattr(Sampling, name)), default=default, help=f"{text} (default {default})".strip())
 
 
+def template_kwargs(text: str | None) -> dict:
+    """Option `chat_template_kwargs`. ValueError where it is no JSON object."""
+    try:
+        kwargs = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"chat_template_kwargs is not JSON ({error}): {text}") from error
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"chat_template_kwargs must be a JSON object: {text}")
+    return kwargs
+
+
 def source_of(args: argparse.Namespace) -> "LocalModel | Servers":
-    if args.batch_size < 1 or args.concurrency < 1 or not args.request_minutes > 0:
-        raise ValueError("batch_size, concurrency and request_minutes must be positive")
+    if args.batch_size < 1 or args.concurrency < 1 or not args.request_minutes > 0 or not args.wait_minutes >= 0:
+        raise ValueError("batch_size, concurrency and request_minutes must be positive, wait_minutes at least 0")
     if args.server:
         return Servers(
             args.server,

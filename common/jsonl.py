@@ -85,6 +85,27 @@ class AppendLog:
             log.warning("%s cannot be locked (%s): let only one process write to it", self.path, error)
 
 
+def refuse_overwriting(written: Iterable[str | os.PathLike], read: Iterable[str | os.PathLike]) -> None:
+    """ValueError where a file that would be written is one of those that are read, under whatever name: a link, ./x. Call it first."""
+    read = list(read)
+    for path in written:
+        for source in read:
+            same = os.path.realpath(path) == os.path.realpath(source)
+            if same or (os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source)):
+                raise ValueError(f"{path} would be written, but it is what is read as {source}: give another output")
+
+
+def read_json_object(path: str | os.PathLike) -> dict:
+    """ValueError names the file where it holds no whole JSON object."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # also not UTF-8
+        raise ValueError(f"{path} is not valid JSON (torn?): {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object, not a {type(content).__name__}")
+    return content
+
+
 def write_lines(path: str | os.PathLike, lines: Iterable[dict]) -> None:
     """A whole file, under a temporary name, renamed when all is on the disk."""
     path = Path(path)

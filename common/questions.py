@@ -22,6 +22,7 @@ from pathlib import Path
 from common import rows
 from common.answers import Gold, f1, gold_of, is_right, read_answer
 from common.chat import BadRow
+from common.generate import template_options
 
 TEXT_COLUMNS = ("id", "problem_id", "prompt", "problem_text", "question", "choices", "answer", "tools", "chat_template_kwargs")
 JAPANESE = re.compile("[\u3040-\u30ff\u3400-\u9fff]")
@@ -43,7 +44,8 @@ class Item:
     gold: Gold
     num_choices: int | None
     columns: dict[str, str]  # what can be grouped by
-    extra: dict  # the row's `tools` and `chat_template_kwargs`
+    tools: list[dict] | None
+    chat_template_kwargs: dict
 
 
 def read_items(files: list[str], instruction: str | None = None, text_only: bool = False) -> tuple[dict[str, Item], int]:
@@ -95,8 +97,7 @@ def _item(row: dict, file: str, line: int, instruction: str | None) -> Item:
     columns = {"num_answers": str(gold.num_answers), "num_choices": str(num_choices or 0), "file": Path(file).name} | columns
     if exam := re.fullmatch(r"(1\d\d)([A-I])\d+", name) if "problem_text" in row else None:
         columns = {"year": str(1906 + int(exam[1])), "section": exam[2]} | columns
-    extra = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
-    return Item(name, prompt, row["answer"], gold, num_choices, columns, extra)
+    return Item(name, prompt, row["answer"], gold, num_choices, columns, *template_options(row))
 
 
 def ask(text: str, choices: list[str], gold: Gold, instruction: str | None = None) -> str:
@@ -131,13 +132,20 @@ class Predictions:
 
     @property
     def has_gold(self) -> bool:
-        return all("answer" in line for lines in self.lines.values() for line in lines)
+        return not self.without_gold
+
+    @property
+    def without_gold(self) -> list[str]:
+        return [name for name, lines in self.lines.items() if any(line.get("answer") is None for line in lines)]
 
 
 def read_predictions(files: list[str]) -> Predictions:
     """ValueError names file and line of what is no prediction, and an id that has not as many samples as the others."""
     predictions = Predictions(list(files))
+    places: dict[tuple[str, int | None], str] = {}
     for file in files:
+        if Path(file).is_dir():
+            raise ValueError(f"{file} is a folder: give the prediction files in it")
         if not Path(file).is_file():
             raise ValueError(
                 f"{file} does not exist. `common.evaluate run` writes it when all answers are there; the same command goes on."
@@ -145,12 +153,13 @@ def read_predictions(files: list[str]) -> Predictions:
         for line, row in rows.read_rows(file):
             if isinstance(row, BadRow):
                 raise ValueError(f"{file}:{line}: {row}")
-            name = row.get("id", row.get("problem_id"))
-            if name is None or "prediction" not in row:
-                raise ValueError(f"{file}:{line}: a prediction needs `id` (or `problem_id`) and `prediction`; found: {', '.join(row)}")
-            if not isinstance(row["prediction"], (str, list, type(None))):
-                raise ValueError(f"{file}:{line}: prediction must be text like 'a,c', a list of letters or null, not {row['prediction']!r}")
-            predictions.lines.setdefault(str(name), []).append(row)
+            if fault := _fault(row):
+                raise ValueError(f"{file}:{line}: {fault}")
+            name, sample = _name(row), row.get("sample")
+            if sample is not None and (name, sample) in places:
+                raise ValueError(f"{file}:{line}: sample {sample} of id {name!r} is that of {places[name, sample]} too")
+            places[name, sample] = f"{file}:{line}"
+            predictions.lines.setdefault(name, []).append(row)
     if not predictions.lines:
         raise ValueError(f"{', '.join(files)}: no prediction in it")
     counts = Counter(map(len, predictions.lines.values()))
@@ -158,9 +167,35 @@ def read_predictions(files: list[str]) -> Predictions:
         usual = counts.most_common(1)[0][0]
         odd = next(name for name, lines in predictions.lines.items() if len(lines) != usual)
         raise ValueError(f"{predictions.name}: id {odd!r} has {len(predictions.lines[odd])} predictions, others have {usual}")
-    for lines in predictions.lines.values():
-        lines.sort(key=lambda row: row.get("sample", 0))
+    for name, lines in predictions.lines.items():
+        numbered = [row.get("sample") is not None for row in lines]
+        if all(numbered):
+            lines.sort(key=lambda row: row["sample"])
+        elif any(numbered):
+            raise ValueError(f"{predictions.name}: some predictions of id {name!r} have a `sample`, others have none")
     return predictions
+
+
+def _name(row: dict) -> str:
+    return str(row["problem_id"] if row.get("id") is None else row["id"])
+
+
+def _fault(row: dict) -> str | None:
+    """What keeps a line from being a prediction."""
+    if (row.get("id") is None and row.get("problem_id") is None) or "prediction" not in row:
+        return f"a prediction needs `id` (or `problem_id`) and `prediction`; found: {', '.join(row)}"
+    given, sample, columns, count = (row.get(name) for name in ("prediction", "sample", "columns", "num_choices"))
+    if not isinstance(given, (str, type(None))) and not (isinstance(given, list) and all(isinstance(part, str) for part in given)):
+        return f"prediction must be text like 'a,c', a list of letters or null, not {given!r}"
+    if not _is_whole(sample) or not _is_whole(count):
+        return f"sample and num_choices must be whole numbers, not {sample!r} and {count!r}"
+    if columns is not None and not isinstance(columns, dict):
+        return f"columns must be a JSON object, not {columns!r}"
+    return None
+
+
+def _is_whole(value) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
 @dataclass
@@ -179,16 +214,25 @@ class Marked:
 
 
 def mark(predictions: Predictions, items: dict[str, Item] | None) -> dict[str, Marked]:
-    """Marks by id. Gold comes from `items`, else from the prediction file itself where `common.evaluate run` wrote it."""
-    if items is None and not predictions.has_gold:
-        raise ValueError(f"{predictions.name} holds no right answers: give the questions with --data")
+    """Marks by id. Gold comes from `items`, else from the prediction file itself where `common.evaluate run` wrote it.
+
+    ValueError where questions of the data have no prediction: what is left could be the easy ones.
+    """
+    if items is None and (without := predictions.without_gold):
+        some = "" if len(without) == len(predictions.lines) else f" for some: {difference(without, 'without `answer`')}"
+        raise ValueError(f"{predictions.name} holds no right answers{some}: give the questions with --data")
     if items is not None and (unknown := [name for name in predictions.lines if name not in items]):
         raise ValueError(f"{predictions.name}: {difference(unknown, 'not in the data')}")
+    if items is not None and (missing := [name for name in items if name not in predictions.lines]):
+        raise ValueError(f"{predictions.name}: {difference(missing, 'of the data have no prediction')}. Give the data that was asked only")
     result = {}
     for name, lines in predictions.lines.items():
         if items is None:
-            num_choices, columns = lines[0].get("num_choices"), lines[0].get("columns", {})
-            gold = gold_of(lines[0]["answer"], num_choices)
+            num_choices, columns = lines[0].get("num_choices"), {k: str(v) for k, v in (lines[0].get("columns") or {}).items()}
+            try:
+                gold = gold_of(lines[0]["answer"], num_choices)
+            except ValueError as error:
+                raise ValueError(f"{predictions.name}: id {name!r}: {error}") from error
         else:
             gold, num_choices, columns = items[name].gold, items[name].num_choices, items[name].columns
         given = [",".join(p) if isinstance(p, list) else p for p in (line["prediction"] for line in lines)]

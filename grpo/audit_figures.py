@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 
 from common.answers import f1, gold_of, is_right, read_answer
-from common.paired_tests import mean_interval
+from common.paired_tests import mean_interval, others
 
-LEAST_PROMPTS = 10  # below this an interval from the prompts' spread says little
+LEAST_PROMPTS = 10  # with another difference than the commonest: with fewer an interval from the prompts' spread says little
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -38,7 +38,7 @@ def curve(rollouts: dict[int, list[dict]], baseline: dict[str, float], most: int
         if differences:
             difference, low, high = mean_interval(differences)
             row |= {"paired_prompts": len(differences), "difference": difference}
-            row |= {"low": low, "high": high} if len(differences) >= LEAST_PROMPTS else {}
+            row |= {"low": low, "high": high} if others(differences) >= LEAST_PROMPTS else {}
         result.append(row)
     return result
 

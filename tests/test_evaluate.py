@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 
 import pytest
 
 from common import evaluate
 from common.answers import f1, gold_of, is_right, read_answer
-from common.paired_tests import holm, mcnemar_exact, mean_interval, wilson
+from common.paired_tests import holm, mcnemar_exact, mean_interval, share_interval, wilson
 from common.questions import read_items
 
 # ---- statistics: reference values computed with another implementation
@@ -36,15 +37,30 @@ def test_difference_and_its_interval(c, b, n, figures):
     found = mean_interval([1] * c + [-1] * b + [0] * (n - b - c))
     assert [100 * value for value in found] == pytest.approx(figures, abs=6e-4)
 
+    assert share_interval([1] * c + [-1] * b + [0] * (n - b - c)) == found
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+
+@pytest.mark.parametrize(
+    "b, c, n, interval",
+    [(8, 0, 8, (-1.0, -0.428123)), (0, 2, 4, (-0.263065, 0.929731)), (0, 0, 8, (-0.277181, 0.277181)), (30, 0, 30, (-1.0, -0.816931))],
+)
+def test_the_interval_of_small_counts(b, c, n, interval):
+    """(c - b) / (N + 2) +- 1.96 sqrt(b + c + 2 - (c - b)^2 / (N + 2)) / (N + 2)"""
+    mean, *found = share_interval([1] * c + [-1] * b + [0] * (n - b - c))
+    assert mean == (c - b) / n and found == pytest.approx(interval, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "worse, better, n, least", [(0.1, 0.2, 300, 0.94), (0.02, 0.5, 8, 0.94), (0.02, 0.05, 4, 0.94), (0.1, 0.8, 40, 0.94)]
+)
+def test_the_interval_covers_the_truth_as_often_as_it_says(worse, better, n, least):
+    """Of 4 questions the interval without two more covers it in a quarter of all cases."""
     generator = random.Random(0)
     covered = 0
     for _ in range(2000):
-        draws = generator.choices([1, -1, 0], [0.2, 0.1, 0.7], k=300)
-        _, low, high = mean_interval(draws)
-        covered += low <= 0.1 <= high
-    assert 0.935 < covered / 2000 < 0.965
+        _, low, high = share_interval(generator.choices([1, -1, 0], [better, worse, 1 - worse - better], k=n))
+        covered += low <= better - worse <= high
+    assert least < covered / 2000
 
 
 def test_wilson_and_holm():
@@ -206,8 +222,7 @@ def test_compare(tmp_path, scored):
     whole = result["all"]
     assert (whole["questions"], whole["b"], whole["c"]) == (40, 1, 8) and whole["p"] == pytest.approx(0.0390625)
     assert (whole["base_accuracy"], whole["new_accuracy"], whole["difference"]) == (22 / 40, 29 / 40, pytest.approx(7 / 40))
-    half = 1.959964 * (9 - 49 / 40) ** 0.5 / 40
-    assert (whole["low"], whole["high"]) == pytest.approx((7 / 40 - half, 7 / 40 + half))
+    assert (whole["low"], whole["high"]) == pytest.approx((0.020331, 0.313002), abs=1e-6)
     x, y = result["groups"]
     assert [(g["value"], g["questions"], g["b"], g["c"], g["p"]) for g in (x, y)] == [("x", 20, 1, 4, 0.375), ("y", 20, 0, 4, 0.125)]
     assert (x["p_holm"], y["p_holm"]) == (0.375, 0.25)
@@ -224,7 +239,7 @@ def test_compare_of_samples(tmp_path, scored):
     new = write(tmp_path / "new.jsonl", own([["b", "a", "a", "c"], ["a", "b", "b", "a"]], samples=4))
     _, result = scored("compare", "--base", base, "--new", new)
     assert (result["all"]["b"], result["all"]["c"]) == (0, 2) and result["all"]["difference"] == pytest.approx(0.25)
-    assert (result["all"]["low"], result["all"]["high"]) == pytest.approx((0.25, 0.25))
+    assert (result["all"]["low"], result["all"]["high"]) == pytest.approx((0.125 - 0.703696, 0.125 + 0.703696), abs=1e-6)
     _, result = scored("score", "--predictions", base)
     [whole] = result["groups"]
     assert (result["samples"], whole["right"], whole["accuracy"], whole["majority"], whole["unreadable"]) == (4, 2, 0.25, 0.0, 1)
@@ -245,7 +260,65 @@ def test_other_questions_and_other_gold_are_refused(tmp_path, scored):
     assert code == 0 and result["warnings"] == ["1 ids were asked with another prompt: q4: the difference is not the models' alone"]
 
 
+def test_files_that_are_not_what_they_should_be(tmp_path, scored):
+    base = write(tmp_path / "base.jsonl", own(["a"] * 11))
+    data = write(tmp_path / "data.jsonl", [{"id": f"q{i}", "prompt": "?", "answer": "a"} for i in range(12)])
+    code, error = scored("compare", "--base", base, "--new", base, "--data", data)
+    assert code == 2 and f"{base}: 1 ids of the data have no prediction: q11" in error
+    two = write(tmp_path / "two.jsonl", own([["a", "b"]] * 11, samples=2))
+    code, error = scored("compare", "--base", base, "--new", two)
+    assert code == 2 and f"{base} has 1 answers to a question, {two} 2" in error
+    for change, message in [
+        ({"prediction": [1, 2]}, "bad.jsonl:2: prediction must be text like"),
+        ({"prediction": ["a", 1]}, "bad.jsonl:2: prediction must be text like"),
+        ({"sample": "1"}, "bad.jsonl:2: sample and num_choices must be whole numbers, not '1' and 5"),
+        ({"columns": [1]}, r"bad.jsonl:2: columns must be a JSON object"),
+        ({"id": "q0"}, "bad.jsonl:2: sample 0 of id 'q0' is that of .*bad.jsonl:1 too"),
+        ({"id": "q0", "sample": None}, "id 'q2' has 1 predictions, others have 2"),
+        ({"answer": None}, "bad.jsonl holds no right answers for some: 1 ids without `answer`: q1: give the questions with --data"),
+        ({"answer": "x y"}, "bad.jsonl: id 'q1': column `answer` holds 'x y'"),
+    ]:
+        lines = own(["a", "a", "b"])
+        lines[1] |= change
+        code, error = scored("score", "--predictions", write(tmp_path / "bad.jsonl", lines))
+        assert code == 2 and re.search(message, error), error
+    code, error = scored("score", "--predictions", tmp_path)
+    assert code == 2 and f"{tmp_path} is a folder" in error
+    lines = own(["a", "b"])
+    lines[0]["columns"] = None
+    code, result = scored("score", "--predictions", write(tmp_path / "null.jsonl", lines), "--group_by", "part")
+    assert code == 0 and [row["value"] for row in result["groups"]] == ["", "(none)", "y"]
+
+
 # ---- run
+
+
+def test_no_output_replaces_an_input(tmp_path, scored):
+    rows = [{"id": 1, "prompt": "x", "answer": "a"}]
+    data = tmp_path / "q.jsonl"
+    for name in ("q.jsonl", "new.answers.jsonl"):
+        write(tmp_path / name, rows)
+    (tmp_path / "link.jsonl").symlink_to(data)
+    (tmp_path / "hard.jsonl").hardlink_to(data)
+    for given, output in [("q", "q"), ("q", "link"), ("hard", "q"), ("link", "hard"), ("new.answers", "new")]:
+        code, error = scored("run", "--model", "none", "--data", tmp_path / f"{given}.jsonl", "--output", tmp_path / f"{output}.jsonl")
+        assert code == 2 and "would be written, but it is what is read as" in error, error
+    assert json.loads(data.read_text()) == rows[0] and len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        (["--chat_template_kwargs", "[]"], "chat_template_kwargs must be a JSON object: []"),
+        (["--temperature", "nan"], "temperature a number from 0 on"),
+        (["--data", "text.jsonl"], "text.jsonl:1: tools must be a list"),
+    ],
+)
+def test_wrong_options(tiny_dir, tmp_path, scored, monkeypatch, option, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "text.jsonl", [{"prompt": "x", "answer": "a", "tools": "{}" if option[0] == "--data" else "[]"}])
+    code, error = scored("run", "--model", tiny_dir("llama"), "--data", "text.jsonl", "--output", "new.jsonl", *option)
+    assert code == 2 and message in error, error
 
 
 def test_run_asks_marks_and_goes_on_after_a_kill(tiny_dir, tmp_path, scored):
@@ -291,7 +364,7 @@ def test_tables_for_people(tmp_path, capsys):
     new = write(tmp_path / "new.jsonl", own(["a"] * 39 + ["b"]))
     assert evaluate.main(["compare", "--base", base, "--new", new, "--group_by", "part"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[3].split() == ["all", "40", "80.00", "%", "97.50", "%", "+17.50", "+3.84", "to", "+31.16", "1", "8", "0.03906"]
+    assert table[3].split() == ["all", "40", "80.00", "%", "97.50", "%", "+17.50", "+2.03", "to", "+31.30", "1", "8", "0.03906"]
     assert evaluate.main(["score", "--predictions", new]) == 0
     figures = ["all", "40", "39", "97.50", "%", "87.1", "to", "99.6", "0.9750", "0", "(0.0", "%)"]
     assert capsys.readouterr().out.splitlines()[-1].split() == figures
