@@ -474,14 +474,21 @@ def pack(lengths: np.ndarray, max_length: int, packing: bool = True, group: int 
     return Bins(order[np.argsort(bin_of, kind="stable")], offsets)
 
 
+BIN_NEEDS = (
+    "(ranks x accumulation x bins a micro-batch): add rows, lower max_length, or lower gradient_accumulation_steps or "
+    "per_device_train_batch_size"
+)
+
+
 class Order:
     """The order of bins: a permutation for each epoch that depends on nothing but (seed, epoch), cut at whole windows.
 
     A position (epoch, offset) is all that a checkpoint needs. It counts bins of the whole job, so it holds for any number of ranks.
     """
 
-    def __init__(self, num_bins: int, seed: int):
-        self.num_bins, self.seed = num_bins, seed
+    def __init__(self, num_bins: int, seed: int, what: str = "bins", needs: str = BIN_NEEDS):
+        """what: the things that are ordered; needs: what makes a window of them and what to do where there are too few; for messages."""
+        self.num_bins, self.seed, self.what, self.needs = num_bins, seed, what, needs
         self._epoch, self._permutation = -1, None
 
     def next(self, epoch: int, offset: int, count: int) -> tuple[np.ndarray, int, int]:
@@ -502,17 +509,15 @@ class Order:
     def steps_per_epoch(self, count: int) -> int:
         """Whole windows of `count` bins in an epoch. ValueError when there is not even one."""
         if self.num_bins < count:
-            raise ValueError(
-                f"the data gives {self.num_bins} bins but one optimizer step needs {count} (ranks x accumulation x bins a micro-batch): "
-                f"add rows until there are {count} bins, lower max_length, or lower gradient_accumulation_steps or per_device_train_batch_size"
-            )
+            raise ValueError(f"the data gives {self.num_bins} {self.what} but one optimizer step needs {count} {self.needs}")
         return self.num_bins // count
 
     def _finish(self, epoch: int, offset: int) -> tuple[int, int]:
         if offset < self.num_bins:
             logger.info(
-                "end of epoch %d: the last %d of %d bins do not fill a step and are dropped", epoch, self.num_bins - offset, self.num_bins
-            )
+                "end of epoch %d: the last %d of %d %s do not fill a step and are dropped",
+                epoch, self.num_bins - offset, self.num_bins, self.what,
+            )  # fmt: skip
         return epoch + 1, 0
 
     def _of(self, epoch: int) -> np.ndarray:

@@ -314,8 +314,11 @@ def resume(output_dir: Path, args: TrainArguments, model: Model, optimizer: Adam
         what = f"{folder} was trained with {name} = {saved.get(name)}; now it is {value}"
         if name == "data":
             what = f"{folder} was trained on other data than these files (contents compared by hash), or with another template or tokenizer"
+        why = "The position in the data would not mean the same."
+        if name in ("reward_funcs", "reward_weights", "accuracy_reward"):
+            why = "Answers that this run still has to train on were scored by it."
         advice = "--allow_batch_change resumes anyway." if name == "bins_per_step" else "Undo the change, or give another output_dir."
-        raise ValueError(f"{what}. The position in the data would not mean the same. {advice}")
+        raise ValueError(f"{what}. {why} {advice}")
     state, _ = checkpoint.load(folder, model.sharded, optimizer, model.base)
     model.saved = replace(state) if folder.resolve().parent == output_dir.resolve() else None
     log.info("resumed %s at step %d, epoch %d, bin %d", folder, state.step, state.epoch, state.offset)
@@ -340,7 +343,8 @@ class StepGuard:
         skip = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skip:
             self.in_a_row += 1
-            log.warning("step skipped: loss %s, gradient norm %s. Its rows: %s", loss, grad_norm, rows())
+            if dist.is_main():  # the same on every rank
+                log.warning("step skipped: loss %s, gradient norm %s. Its rows: %s", loss, grad_norm, rows())
             if self.in_a_row >= self.args.max_skipped_steps:
                 raise RuntimeError(f"{self.in_a_row} steps in a row were not finite. Rows of the last one: {rows()}")
         else:

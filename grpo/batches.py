@@ -5,6 +5,8 @@ Shapes: N completion tokens of a packed row, R answers in it.
 
 import json
 import os
+import zipfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,6 +67,25 @@ def is_trained(answer: Answer, mask_truncated: bool) -> bool:
     return answer.informative and not (mask_truncated and answer.completion.finish_reason == "length")
 
 
+def _mini_batch_of(answers: list[Answer], num_minibatches: int) -> dict[str, int]:
+    """The mini-batch of each prompt, by its id: prompts go to them whole, in order."""
+    ids = list(dict.fromkeys(answer.question.id for answer in answers))
+    return {name: number * num_minibatches // len(ids) for number, name in enumerate(ids)}
+
+
+def why_idle(answers: list[Answer], num_minibatches: int, mask_truncated: bool) -> list[str]:
+    """For each mini-batch how many of its answers do not train, by reason; the same on all ranks."""
+    place = _mini_batch_of(answers, num_minibatches)
+    counts = [Counter() for _ in range(num_minibatches)]
+    for answer in answers:
+        unscored, equal = answer.reward is None, not answer.informative
+        cut = mask_truncated and answer.completion.finish_reason == "length"
+        # What trains is still out where the correction rejects all its tokens.
+        reason = "not scored" if unscored else "in groups of equal rewards" if equal else "cut off" if cut else "scored and different"
+        counts[place[answer.question.id]][reason] += 1
+    return [f"of {count.total()} answers " + (", ".join(f"{n} {why}" for why, n in count.items()) or "none is there") for count in counts]
+
+
 def make_mini_batches(
     answers: list[Answer],
     num_minibatches: int,
@@ -80,8 +101,7 @@ def make_mini_batches(
 
     Prompts go to mini-batches whole, in order. Answers that no term of the loss sees are left out; a mini-batch may be empty.
     """
-    ids = list(dict.fromkeys(answer.question.id for answer in answers))
-    place = {name: number * num_minibatches // len(ids) for number, name in enumerate(ids)}
+    place = _mini_batch_of(answers, num_minibatches)
     data = AnswerRows(answers)
     lengths = data.lengths()
     batches = []
@@ -194,8 +214,20 @@ def save_logps(path: Path, batches: list[MicroBatch], answers: list[Answer], fig
             os.replace(temporary, path)
 
 
+def read_logps(path: Path) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """({old, reference}, figures) of `save_logps`. ValueError names a file that is torn."""
+    try:
+        with np.load(path) as saved:
+            return {name: saved[name] for name in ("old", "reference")}, json.loads(str(saved["figures"]))
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read ({error}): restore it, or resume an earlier checkpoint.") from error
+
+
 def load_logps(path: Path, batches: list[MicroBatch], answers: list[Answer]) -> None:
-    places, saved = _places(answers), np.load(path)
+    """Sets each micro-batch's `old` and `reference`. ValueError where the file is not of these answers."""
+    places, (saved, _) = _places(answers), read_logps(path)
+    if len(saved["old"]) != places[-1]:
+        raise ValueError(f"{path} holds {len(saved['old'])} log-probabilities, the answers beside it have {places[-1]} tokens")
     for batch in batches:
         where = np.concatenate([np.arange(places[i], places[i + 1]) for i in batch.answers] or [np.zeros(0, np.int64)])
         batch.old = torch.from_numpy(saved["old"][where])

@@ -98,7 +98,8 @@ class Chord:
     order: Order = field(init=False)
 
     def __post_init__(self):
-        self.order = Order(len(self.bins), self.seed)
+        needs = "(ranks x chord_sft_per_device_train_batch_size): add rows, or lower max_length or chord_sft_per_device_train_batch_size"
+        self.order = Order(len(self.bins), self.seed, "bins of chord_sft_files", needs)
         self.steps_per_epoch = self.order.steps_per_epoch(self.bins_per_step)
 
     @property

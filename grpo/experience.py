@@ -4,16 +4,13 @@ What a step trains on is in OUTPUT_DIR/rollouts before it does. Where a rollout 
 kept beside it (step-000013.npz), so that a run that stops in between goes on with the same numbers.
 """
 
-import json
 import logging
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -26,7 +23,7 @@ from common.jsonl import write_lines
 from common.weight_sync import ServersLost
 from grpo import objectives
 from grpo.advantages import compute_advantages, compute_gdpo_advantages, is_collapsed
-from grpo.batches import AnswerRows, MicroBatch, load_logps, logps_path, make_mini_batches, save_logps, weigh
+from grpo.batches import AnswerRows, MicroBatch, load_logps, logps_path, make_mini_batches, read_logps, save_logps, weigh, why_idle
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
 from grpo.rollout import (
@@ -123,6 +120,7 @@ class Rollout:
     windows: list[torch.Tensor]  # counts of each mini-batch, see grpo.batches.weigh
     figures: dict[str, float]
     version: int  # optimizer steps behind the weights that sampled it
+    idle: list[str] = field(default_factory=list)  # why answers of each mini-batch do not train
 
 
 def score(setup: Setup, answers: list[Answer]) -> None:
@@ -295,7 +293,7 @@ def collapse_figures(setup: Setup, filled: Filled, generated: list[Group]) -> di
     if not args.dynamic_sampling:
         return figures
     bound = 1 - 1 / args.max_resample_times
-    if len(filled.groups) < args.num_prompts_per_step:
+    if len(filled.groups) < args.num_prompts_per_step and dist.is_main():
         log.warning(
             "the rollout is not full: %d of %d groups after %d batches; %.3f of the groups collapsed, %d batches bear %.3f. It trains on what is "
             "there. Raise max_resample_times, or filter the prompts by difficulty.",
@@ -331,10 +329,19 @@ def start_ahead(setup: Setup, prompts: Prompts, made: Made, first_step: int) -> 
     setup.ahead = Ahead(setup.backend, questions, args.num_generations, setup.output_dir / run.STOP, **options)
 
 
+def read_on_all(path: Path) -> list[dict] | None:
+    """The answers in a file that rank 0 reads; None where there is none. A collective."""
+    lines = None
+    with dist.main_rank_first() as mine:
+        if mine and path.exists():
+            lines = read_lines(path)
+    return dist.broadcast_object(lines)
+
+
 def keep_finished(setup: Setup, first_step: int) -> list[Completion]:
     """Answers for this rollout that exist: of a run that was stopped in the middle of it, and what was generated ahead."""
     path = rollout_path(setup.output_dir, "unfinished", first_step)
-    kept = [completion_of(line) for line in dist.broadcast_object(read_lines(path) if dist.is_main() and path.exists() else [])]
+    kept = [completion_of(line) for line in read_on_all(path) or []]
     if setup.ahead is not None:
         kept += setup.ahead.take()
         setup.ahead = None
@@ -376,11 +383,12 @@ def prepare(setup: Setup, answers: list[Answer], figures: dict[str, float], firs
         with_kl=setup.objective.beta > 0,
     )
     everything = [batch for batches in mini_batches for batch in batches]
+    idle = why_idle(answers, setup.args.num_minibatches, setup.reward_args.mask_truncated_completions)
     version = min((span[0] for answer in answers for span in answer.completion.weight_versions), default=first_step - 1)
     if saved is not None:
         load_logps(saved, everything, answers)
         windows = weigh(mini_batches, setup.objective, setup.rollout_args.max_completion_length)
-        return Rollout(first_step, mini_batches, windows, figures, version)
+        return Rollout(first_step, mini_batches, windows, figures, version, idle)
     start = time.perf_counter()
     temperature = setup.rollout_args.temperature
     for batch, logps in zip(everything, trainer_logps(setup.model.sharded, mini_batches, temperature), strict=True):
@@ -394,7 +402,7 @@ def prepare(setup: Setup, answers: list[Answer], figures: dict[str, float], firs
     figures["grpo/trained"] = sum(window[1].item() for window in windows) / max(len(answers), 1)
     if setup.updates > 1:  # a run that stops between two updates goes on with the same numbers
         save_logps(logps_path(setup.output_dir, first_step), everything, answers, figures)
-    return Rollout(first_step, mini_batches, windows, figures, version)
+    return Rollout(first_step, mini_batches, windows, figures, version, idle)
 
 
 def distance_figures(batches: list[MicroBatch]) -> dict[str, float]:
@@ -418,9 +426,16 @@ def distance_figures(batches: list[MicroBatch]) -> dict[str, float]:
     }
 
 
-def answers_of(lines: Iterable[dict], questions: list[Question]) -> list[Answer]:
-    """Scored answers from their lines in rollouts/."""
+def answers_of(lines: list[dict], path: Path, questions: list[Question], names: list[str]) -> list[Answer]:
+    """Scored answers from their lines in rollouts/. ValueError where the components of a reward are not `names`, or a prompt is not there."""
     by_id = {question.id: question for question in questions}
+    for number, line in enumerate(lines, 1):
+        if [*line["rewards"]] != names:
+            raise ValueError(
+                f"{path}:{number}: scored by {', '.join(line['rewards']) or 'nothing'}; now reward_funcs is {', '.join(names)}"
+            )
+        if line["id"] not in by_id:
+            raise ValueError(f"{path}:{number}: there is no prompt {line['id']!r} in the data")
     return [Answer(by_id[line["id"]], completion_of(line), line["completion"], line["rewards"], line["reward"]) for line in lines]
 
 
@@ -429,14 +444,14 @@ def resume_surplus(setup: Setup, questions: list[Question], step: int) -> list[G
     if step == 0:
         return []
     path = rollout_path(setup.output_dir, "kept", (step - 1) // setup.updates * setup.updates + 1)
-    lines = dist.broadcast_object(read_lines(path) if dist.is_main() and path.exists() else None)
+    lines = read_on_all(path)
     if not setup.rollout_args.dynamic_sampling:
         if lines:
             log.warning("dynamic_sampling is off: the answers in %s, left over by the rollout before, are not trained on", path)
         return []
     if lines is None:
         log.warning("dynamic sampling starts anew: there is no %s", path)
-    return groups_of(answers_of(lines or [], questions))
+    return groups_of(answers_of(lines or [], path, questions, setup.reward_args.names()))
 
 
 def resume_rollout(setup: Setup, questions: list[Question], first_step: int) -> Rollout:
@@ -445,9 +460,9 @@ def resume_rollout(setup: Setup, questions: list[Question], first_step: int) -> 
     saved = logps_path(setup.output_dir, first_step)
     if not path.exists() or not saved.exists():
         raise ValueError(f"the checkpoint lies between the updates of one rollout, and {path} or {saved.name} beside it is missing")
-    answers = answers_of(read_lines(path), questions)
+    answers = answers_of(read_lines(path), path, questions, setup.reward_args.names())
     set_advantages(answers, setup.reward_args)
-    return prepare(setup, answers, json.loads(str(np.load(saved)["figures"])), first_step, saved)
+    return prepare(setup, answers, read_logps(saved)[1], first_step, saved)
 
 
 def evaluate(setup: Setup, questions: list[Question], step: int) -> dict[str, float]:

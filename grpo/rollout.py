@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from common import dist, rows
-from common.chat import BadRow, Chat, normalise
+from common.chat import BadRow, Chat, from_json, normalise
 from common.config import option
 
 log = logging.getLogger(__name__)
@@ -222,12 +222,11 @@ def _question(row: dict, name: str, where: str, chat: Chat) -> Question:
         if not tokenizer.chat_template:
             raise BadRow("the tokenizer has no chat template: put one beside it (chat_template.jinja), or give the prompt as text")
         messages = [normalise(message, index, chat.stops) for index, message in enumerate(prompt)]
-        tools, options = (
-            json.loads(value) if isinstance(value, str) else value for value in (row.get("tools"), row.get("chat_template_kwargs"))
-        )
+        tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)]
+        options = from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)
         try:
             text = tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **chat.kwargs | (options or {})
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **chat.kwargs | options
             )
         except Exception as error:  # a template raises what it likes
             raise BadRow(f"the chat template cannot render the prompt: {error}") from error
@@ -286,8 +285,15 @@ def rollout_path(output_dir: Path, kind: str, step: int) -> Path:
 
 
 def read_lines(path: Path) -> list[dict]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The answers in a file of rollouts/. ValueError names file and line of one that is torn."""
+    lines = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error}). Restore the file, or resume an earlier checkpoint.") from error
+    return lines
 
 
 def completion_of(line: dict) -> Completion:

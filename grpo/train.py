@@ -220,11 +220,16 @@ def main() -> None:
         "max_length": data_args.max_length,
         "packing": data_args.packing,
         "chord_sft_files": chord.data.key if chord else None,
+        # Groups that are left over, and a rollout that has trained in part, are scored and chosen by these.
+        "reward_funcs": reward_args.reward_funcs,
+        "reward_weights": reward_args.reward_weights,
+        "accuracy_reward": reward_args.accuracy_reward,
     }
     measured = difficulty.read_measurement(rollout_args.difficulty_file) if rollout_args.difficulty_file else None
     if rollout_args.dynamic_sampling:
         announce(questions, measured and measured.rates, rollout_args)
-    prompts = Prompts(questions, Order(len(questions), args.seed), rollout_args.num_prompts_per_step)
+    order = Order(len(questions), args.seed, "prompts", "(num_prompts_per_step): add prompts, or lower num_prompts_per_step")
+    prompts = Prompts(questions, order, rollout_args.num_prompts_per_step)
     updates = args.num_iterations * args.num_minibatches
     steps_per_epoch = prompts.order.steps_per_epoch(prompts.size) * updates
     total_steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * steps_per_epoch))
@@ -305,7 +310,9 @@ def main() -> None:
         values: dict[str, float | None] = {}
         experts = chord.micro_batches(state.step) if chord else []
         if not experts and window[0] == 0 and (objective.beta == 0 or window[2] == 0):
-            log.warning("step %d skipped: no answer of its mini-batch carries signal (equal rewards, or cut off)", state.step + 1)
+            if dist.is_main():
+                why = rollout.idle[position % args.num_minibatches]
+                log.warning("step %d skipped: nothing in its mini-batch trains; %s", state.step + 1, why)
             loss, grad_norm, skipped, figures, balance, load = None, None, True, {}, None, None
         else:
             if chord:

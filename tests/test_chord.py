@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from common import config, run
 from common.config import DataArguments, ModelArguments
+from common.data import Bins
 from common.optim import AdamW
 from grpo import chord
 from grpo.chord import ChordArguments, mu_at, sft_loss_sum
@@ -84,6 +86,13 @@ def test_phi():
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         ChordArguments(**options)
+
+
+def test_too_few_expert_rows_name_their_own_options(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = r"1 bins of chord_sft_files but one optimizer step needs 2 \(ranks x chord_sft_per_device_train_batch_size\): .* or chord_sft_per_device"
+    with pytest.raises(ValueError, match=message):
+        chord.Chord(ChordArguments(chord_sft_per_device_train_batch_size=1), None, Bins(np.arange(2), np.array([0, 2])), 0, 1, None)
 
 
 def test_the_command_line_names_its_commands(capsys):

@@ -15,7 +15,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Order
 from grpo import sampling
 from grpo.advantages import compute_gdpo_advantages
-from grpo.batches import make_mini_batches
+from grpo.batches import load_logps, make_mini_batches, read_logps, save_logps
 from grpo.difficulty import read_measurement, summarise
 from grpo.experience import (
     GRPOTrainArguments,
@@ -327,6 +327,43 @@ def test_the_engine_is_judged_by_what_the_weights_of_now_have_sampled():
     assert distances[:2] == pytest.approx([0.51, 0.01], abs=1e-6) and distances[2] is None
 
 
+def test_a_resume_names_what_it_cannot_take_from_the_disk(tmp_path, at_once):
+    """Torn files, and groups that other rewards have scored: with gdpo their components would be another reward's."""
+    attempt(tmp_path, TrainState(), lag=0, budget=-1, steps=12)
+    step = next(step for step in range(1, 13) if groups_in(tmp_path, "kept", step))
+    path = rollout_path(tmp_path, "kept", step)
+    setup = SimpleNamespace(output_dir=tmp_path, updates=1, rollout_args=SimpleNamespace(dynamic_sampling=True))
+    questions = [Question(f"q{i}", "", [1], {}, "") for i in range(50)]
+    setup.reward_args = RewardArguments(["x:right"])
+    assert resume_surplus(setup, questions, step)
+    with pytest.raises(ValueError, match=r"kept-\d+.jsonl:1: there is no prompt 'q\d+' in the data"):
+        resume_surplus(setup, questions[:1], step)
+    for names in (["x:form", "x:right"], ["x:form"]):
+        setup.reward_args = RewardArguments(names)
+        with pytest.raises(ValueError, match=r"kept-\d+.jsonl:1: scored by right; now reward_funcs is form"):
+            resume_surplus(setup, questions, step)
+    text = path.read_text()
+    path.write_text(text[:-20])
+    with pytest.raises(ValueError, match=rf"{path}:{text.count(chr(10))}: not JSON .*Restore the file"):
+        resume_surplus(setup, questions, step)
+
+    answers = made_up("a", [1.0, 0.0])
+    batch = make_mini_batches(answers, 1, max_length=8, bins_per_row=1, packing=True, pad_to=None, mask_truncated=False, with_kl=False)[0][
+        0
+    ]
+    batch.old = torch.tensor([-1.0, -2.0])
+    saved = tmp_path / "step-000001.npz"
+    save_logps(saved, [batch], answers, {"grpo/reward": 0.5, "perf/seconds": 1.0})
+    load_logps(saved, [batch], answers)
+    assert batch.old.tolist() == [-1.0, -2.0] and read_logps(saved)[1] == {"grpo/reward": 0.5}
+    with pytest.raises(ValueError, match="step-000001.npz holds 2 log-probabilities, the answers beside it have 1 tokens"):
+        load_logps(saved, [batch], answers[:1])
+    for content in (saved.read_bytes()[:-40], b""):
+        saved.write_bytes(content)
+        with pytest.raises(ValueError, match="step-000001.npz cannot be read"):
+            load_logps(saved, [batch], answers)
+
+
 # ---- whole runs
 
 REWARDS = """
@@ -354,14 +391,16 @@ def test_a_run_and_its_resume(tiny_dir, launch, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": f"p{i}", "k": 4 * bool(i % 3), "n": 8}) + "\n" for i in range(40)))
 
-    def train(output, steps):
+    def train(output, steps, *more, **kwargs):
         data = (f"--model_name_or_path={tiny_dir('llama')}", f"--train_files={tmp_path / 'train.jsonl'}", f"--output_dir={output}")
         data += (f"--difficulty_file={tmp_path / 'd.jsonl'}", f"--max_steps={steps}")
-        launch("grpo.train", *data, *OPTIONS, ranks=2, env={"PYTHONPATH": str(tmp_path)})
-        return read_metrics(output)
+        done = launch("grpo.train", *data, *OPTIONS, *more, env={"PYTHONPATH": str(tmp_path)}, **{"ranks": 2} | kwargs)
+        return read_metrics(output) if done.returncode == 0 else done.stderr
 
     whole = train(tmp_path / "whole", 6)
     train(tmp_path / "parts", 3)
+    refused = train(tmp_path / "parts", 6, "--allow_batch_change=True", "--reward_weights", "1", "0", ranks=1, check=False)
+    assert "trained with reward_weights = [0.1, 1.0]; now it is [1.0, 0.0]. Answers that this run still has to train on" in refused
     assert train(tmp_path / "parts", 6) == whole and [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
     kept: dict = {}
     for line in whole[::2]:

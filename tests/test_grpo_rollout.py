@@ -15,7 +15,7 @@ from common.decode import SampledLogps
 from common.jsonl import write_lines
 from common.tiny import FAMILIES
 from grpo import twin
-from grpo.batches import AnswerRows, make_mini_batches, weigh
+from grpo.batches import AnswerRows, make_mini_batches, weigh, why_idle
 from grpo.experience import trainer_logps
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
@@ -268,6 +268,12 @@ def test_prompts(tiny_dir, tmp_path):
         ('{"prompt": [{"role": "robot", "content": ""}]}', r"rows.jsonl:1: .*unknown role 'robot'"),
         ('{"prompt": "' + "x " * 200 + '"}', r"holds no prompt to use: 0 prompts, 1 too long dropped"),
         ("[1]", r"rows.jsonl:1: "),
+        ('{"prompt": [{"role": "user", "content": "a"}], "tools": "notjson"}', r"rows.jsonl:1: tools is text that is not JSON"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "tools": "3"}', r"rows.jsonl:1: tools must be a list, not 3"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": "[1]"}',
+            r"rows.jsonl:1: chat_template_kwargs must be a JSON",
+        ),
     ],
 )
 def test_bad_prompts_are_named(tiny_dir, tmp_path, content, message):
@@ -275,6 +281,8 @@ def test_bad_prompts_are_named(tiny_dir, tmp_path, content, message):
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_questions([str(tmp_path / "rows.jsonl")], tokenizer, 50)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "good", "id": "good"}\n' + content)
+    assert [q.id for q in read_questions([str(tmp_path / "rows.jsonl")], tokenizer, 50, "skip")][:1] == ["good"]
 
 
 # ---- collecting answers by id
@@ -490,6 +498,12 @@ def test_a_mini_batch_without_signal_is_empty():
     assert first == [] and second
     windows = weigh([[]], ObjectiveArguments(), 16)
     assert windows[0].tolist() == [0, 0, 0, 0]
+    answers[0].reward = None
+    assert why_idle(answers, 2, True) == [
+        "of 4 answers 1 not scored, 3 in groups of equal rewards",
+        "of 4 answers 3 scored and different, 1 cut off",  # what the correction then rejects
+    ]
+    assert why_idle([], 1, True) == ["of 0 answers none is there"]
 
 
 def test_packed_rows_of_answers_have_targets_on_completions_only():
