@@ -95,10 +95,12 @@ def read_pass_rates(path: str) -> dict[str, tuple[int, int]]:
                     k, n = row["k"], row["n"]
                     if not (isinstance(k, int) and isinstance(n, int) and 0 <= k <= n and n):
                         raise ValueError(f"k is {k!r}, n {n!r}")
+                    if str(row["id"]) in rates:
+                        raise ValueError(f"id {row['id']!r} was there before")
                     rates[str(row["id"])] = (k, n)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{path}:{number}: needs id, k and n with 0 <= k <= n ({type(error).__name__}: {error})") from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"difficulty_file {path} cannot be read: {error}") from error
     return rates
 
