@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from common import checkpoint, dist, generate, rows
 from common.chat import BadRow
-from common.jsonl import write_json, write_lines
+from common.jsonl import refuse_overwriting, write_json, write_lines
 from common.questions import difference
 from grpo import experience
 from grpo.audit_figures import by_prompt, compare_marks, curve, mean
@@ -318,7 +318,8 @@ def pool_without(args: RewardArguments, skip: list[str]) -> tuple[RewardPool | N
     """(a pool of the reward functions that are not skipped, None if there are none; the names of their components)."""
     kept = [index for index, name in enumerate(args.names()) if name not in skip]
     functions, weights = ([values[index] for index in kept] for values in (args.reward_funcs, args.reward_weights))
-    pool = RewardPool(replace(args, reward_funcs=functions, reward_weights=weights, accuracy_reward=None)) if kept else None
+    args = replace(args, reward_funcs=functions, reward_weights=weights, accuracy_reward=None) if kept else None
+    pool = RewardPool(args, hint="--skip NAME leaves a reward out of the audit") if kept else None
     return pool, [args.names()[index] for index in kept]
 
 
@@ -361,6 +362,8 @@ def audit(args: argparse.Namespace) -> dict:
         raise ValueError(f"--skip {' '.join(sorted(unknown))}: the run's rewards are {', '.join(run.rewards.names())}")
     if not run.files("step"):
         raise ValueError(f"{run.folder}/rollouts holds no step-*.jsonl: the run has no answers yet")
+    written = [run.folder / "audit.json", *generate.outputs(run.folder / "baseline" / "answers.jsonl")[:2]]
+    refuse_overwriting(written, args.data or [])
     train = rows_by_id(args.data or run.config["train_files"])
     data = dict.fromkeys(KINDS, train)
     if run.files("eval"):

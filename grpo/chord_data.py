@@ -31,7 +31,7 @@ from tqdm import tqdm
 from common import questions, rows
 from common.answers import fold, gold_of
 from common.chat import BadRow
-from common.jsonl import write_lines
+from common.jsonl import refuse_overwriting, write_lines
 from grpo.endpoint import Endpoint, EndpointConfig, EndpointError, Reply, Request, from_mapping, read_mapping
 from grpo.formats import format_rule
 from grpo.prompt_files import PromptFile, read_prompt
@@ -327,6 +327,7 @@ def make_data(args: argparse.Namespace) -> int:
     config = from_mapping(EndpointConfig, read_mapping(args.endpoint), args.endpoint)
     output = Path(args.output)
     config.cache = config.cache or str(output.with_suffix(".cache.jsonl"))
+    refuse_overwriting([output, output.with_suffix(".rejected.jsonl"), config.cache], [*args.data, args.endpoint])
     folders = {language: Path(args.templates or TEMPLATES / language) for language in MARKERS}
     templates = {
         language: (read_prompt(folder / "question.md", {"original", "correct"}), read_prompt(folder / "answer.md", {"question", "correct", "markers"}))

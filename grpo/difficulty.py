@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from common import checkpoint, generate, rows
 from common.chat import BadRow
-from common.jsonl import write_json, write_lines
+from common.jsonl import read_json_object, refuse_overwriting, write_json, write_lines
 from grpo.endpoint import read_mapping
 from grpo.rollout import NOT_COLUMNS
 from grpo.sampling import PASS, expected_collapse, fill_probability, fit_prior, read_pass_rates
@@ -52,7 +52,7 @@ def parse_levels(text: str) -> set[int]:
     wanted = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
+        if not (first.isdecimal() and (last or first).isdecimal()):
             raise ValueError(f"keep is {text!r}; it must be levels like 2-5 or 1,3-4")
         wanted |= set(range(int(first), int(last or first) + 1))
     if not wanted or not wanted <= set(LEVELS):
@@ -77,6 +77,10 @@ def read_data(files: list[str]) -> dict[str, dict]:
             name = rows.row_id(row, file, line)
             if name in found:
                 raise ValueError(f"{file}:{line}: the id {name!r} is there twice")
+            try:
+                generate.template_options(row)
+            except BadRow as error:
+                raise ValueError(f"{file}:{line}: {error}") from error
             found[name] = row
     if not found:
         raise ValueError(f"{', '.join(files)}: no prompt")
@@ -103,14 +107,17 @@ class Measurement:
 
 
 def read_measurement(path: str) -> Measurement:
-    """ValueError names the line without id, k and n."""
+    """ValueError names the line without id, k and n, and a meta file that is not whole."""
     rates = read_pass_rates(path)
     with open(path, encoding="utf-8") as file:
         lines = {str(line["id"]): line for line in map(json.loads, file)}
     if not rates:
         raise ValueError(f"{path} holds no measured prompt")
     meta = generate.meta_path(path)
-    return Measurement(path, lines, json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {})
+    content = read_json_object(meta) if meta.is_file() else {}
+    if not isinstance(content.get("sampling", {}), dict):
+        raise ValueError(f"{meta}: `sampling` must be a JSON object, not {content['sampling']!r}")
+    return Measurement(path, lines, content)
 
 
 def stale_warnings(
@@ -176,20 +183,23 @@ def measure(arguments: list[str]) -> int:
     output = Path(args.output)
     if output.suffix != ".jsonl":
         raise ValueError(f"output must be named *.jsonl, not {output}")
-    try:
-        kwargs = json.loads(args.chat_template_kwargs)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"chat_template_kwargs is not JSON ({error}): {args.chat_template_kwargs}") from error
+    if not math.isfinite(args.right):
+        raise ValueError(f"right is {args.right}; it must be a number")
+    refuse_overwriting(generate.outputs(output), args.data)
+    kwargs = generate.template_kwargs(args.chat_template_kwargs)
     source, sampling = generate.source_of(args), generate.sampling_of(args)
     data = read_data(args.data)
-    asks = [
-        generate.Ask(name, row["prompt"], row.get("tools"), kwargs | (row.get("chat_template_kwargs") or {})) for name, row in data.items()
-    ]
-    # Before hours of sampling: a reward function that cannot be loaded is an error now.
-    with RewardPool(RewardArguments([args.reward_func], reward_timeout=args.reward_timeout, reward_workers=args.reward_workers)) as pool:
+    asks = []
+    for name, row in data.items():
+        tools, own = generate.template_options(row)
+        asks.append(generate.Ask(name, row["prompt"], tools, kwargs | own))
+    rewards = RewardArguments([args.reward_func], reward_timeout=args.reward_timeout, reward_workers=args.reward_workers)
+    # Before hours of sampling: a reward function that cannot be loaded, or a row that it cannot use, is an error now.
+    with RewardPool(rewards, hint="The same command goes on when the function or the row is mended") as pool:
+        check_rows(pool, data)
         made = output.with_suffix(".answers.jsonl")
         answers = generate.generate(source, asks, sampling, made)
-        identity = json.loads(generate.meta_path(made).read_text(encoding="utf-8"))
+        identity = generate.read_meta(made)
         counted = count_right(pool, data, answers, args.right)
     unscored = [name for name, (_, n) in counted.items() if n == 0]
     if unscored:
@@ -211,6 +221,20 @@ def measure(arguments: list[str]) -> int:
     return 0
 
 
+def check_rows(pool: RewardPool, data: dict[str, dict]) -> None:
+    """Scores an empty answer to each prompt: models give some. ValueError names a row that the reward function cannot use (no right answer)."""
+    names = list(data)
+    for first in range(0, len(names), 1024):
+        try:
+            pool.score([(name, data[name]["prompt"], [""], reward_columns(data[name])) for name in names[first : first + 1024]])
+        except RuntimeError as error:
+            raise ValueError(f"before anything was sampled, an empty answer was scored: {error}") from error
+
+
+def reward_columns(row: dict) -> dict:
+    return {name: value for name, value in row.items() if name not in NOT_COLUMNS}
+
+
 def count_right(pool: RewardPool, data: dict[str, dict], answers: dict[str, list[dict]], right: float) -> dict[str, tuple[int, int]]:
     """{id: (right answers, scored answers)}"""
     counted, names = {}, list(data)
@@ -222,7 +246,7 @@ def count_right(pool: RewardPool, data: dict[str, dict], answers: dict[str, list
                 name,
                 data[name]["prompt"],
                 [line["completion"] for line in answers[name]],
-                {c: v for c, v in data[name].items() if c not in NOT_COLUMNS},
+                reward_columns(data[name]),
             )
             for name in part
         ]
@@ -246,8 +270,7 @@ def filter_rows(arguments: list[str]) -> int:
     wanted = parse_levels(args.keep)
     if not args.output.endswith(".jsonl"):
         raise ValueError(f"output must be named *.jsonl, not {args.output}")
-    if Path(args.output).resolve() in (Path(file).resolve() for file in (*args.data, args.difficulty)):
-        raise ValueError(f"output {args.output} is one of the files that are read")
+    refuse_overwriting([args.output], [*args.data, args.difficulty, generate.meta_path(args.difficulty)])
     data, measured = read_data(args.data), read_measurement(args.difficulty)
     if not any(name in measured.lines for name in data):
         raise ValueError(f"{args.difficulty} has none of the ids of {', '.join(args.data)}: measure these prompts")
@@ -367,6 +390,8 @@ def report(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if args.num_generations < 2 or args.max_resample_times < 1 or args.num_prompts_per_step < 1:
         raise ValueError("num_generations must be at least 2, max_resample_times and num_prompts_per_step at least 1")
+    path = Path(args.plot or Path(args.difficulty).with_suffix(".png"))
+    refuse_overwriting([] if args.plot == "none" else [path], [args.difficulty, generate.meta_path(args.difficulty)])
     measured = read_measurement(args.difficulty)
     _warn(measured, args)
     found = summarise(measured, args.num_generations, args.max_resample_times, args.num_prompts_per_step)
@@ -378,7 +403,6 @@ def report(arguments: list[str]) -> int:
             raise ValueError(
                 "the plot needs matplotlib (--plot none goes without). Install it: bash env/setup.sh train --with matplotlib"
             ) from error
-        path = Path(args.plot or Path(args.difficulty).with_suffix(".png"))
         draw(measured, found, path, matplotlib)
         print(f"plot: {path}", file=sys.stderr)
     return 0

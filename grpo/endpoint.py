@@ -5,7 +5,8 @@
     replies[0].data, replies[0].failure, endpoint.counters.line()
 
 - At most `concurrency` requests are in flight in this process. What may pass (no connection, 408, 409, 429, 5xx) is tried again, with growing
-  pauses or as long as Retry-After says, until the request's `deadline`. A wrong key, address or model (401, 403, 404) raises EndpointError.
+  pauses or as long as Retry-After says, until the request's `deadline`; the first five such tries are logged with their reason. A wrong key,
+  address or model (401, 403, 404) raises EndpointError.
 - With a `schema` the server is asked for structured output, and what comes back is checked against it all the same.
 - `cache`: a JSON Lines file of replies by a hash of everything that could change them (address, model, messages, sampling, schema, extra
   options). It only grows, survives a kill, and processes may share it. Failures are not kept.
@@ -35,6 +36,8 @@ from common.jsonl import AppendLog
 log = logging.getLogger(__name__)
 
 CONTENT_TRIES = 2  # of a reply that is not what the schema says; at temperature 0 more would give the same
+CONTENT = ("invalid_json", "schema", "empty")
+TOLD = 5  # tries that failed are logged
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 FATAL = {
     401: "the key is wrong or missing: set the variable that api_key_env names",
@@ -176,6 +179,7 @@ class Endpoint:
         self._key = config.key()
         self._log = AppendLog(config.cache) if config.cache else None
         self._cache: dict[str, dict] = {}
+        self._told = 0
         self._not_before = 0.0  # monotonic: a server that is overloaded is left alone by all requests
 
     def complete(
@@ -220,21 +224,32 @@ class Endpoint:
                 return Reply(text, data)
             except Failure as caught:
                 failure = caught
-            content_tries += failure.reason in ("invalid_json", "schema", "empty")
+            content_tries += failure.reason in CONTENT
             wait = pause * random.uniform(0.75, 1.25) if failure.wait is None else failure.wait
             if not failure.again or tried == self.config.max_tries or content_tries >= CONTENT_TRIES:
                 break
             if time.monotonic() + wait >= end:
                 failure.detail += f"; the deadline left no time for another try after {tried}"
                 break
+            self._tell(failure, tried, 0.0 if failure.reason in CONTENT else wait)
             if failure.reason == "rate_limit":
                 self._not_before = max(self._not_before, time.monotonic() + wait)
-            if failure.reason not in ("invalid_json", "schema", "empty"):
+            if failure.reason not in CONTENT:
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE)
         self.counters.failures[failure.reason] += 1
         log.debug("%s: %s", failure.reason, failure.detail)
         return Reply(failure=failure.reason, detail=failure.detail)
+
+    def _tell(self, failure: Failure, tried: int, wait: float) -> None:
+        """The first few tries that failed, so that somebody who waits knows for what."""
+        self._told += 1
+        if self._told > TOLD:
+            return
+        log.warning(
+            "%s: try %d of %d failed (%s: %s); again in %.0f s%s", self.config.base_url, tried, self.config.max_tries, failure.reason,
+            failure.detail, wait, "; further ones are counted, not shown" if self._told == TOLD else "",
+        )  # fmt: skip
 
     def _body(self, request: Request) -> dict:
         config = self.config

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.jsonl import AppendLog
+from common import rows
+from common.chat import BadRow
+from common.jsonl import AppendLog, refuse_overwriting
 from grpo import rewards
 from grpo.endpoint import Endpoint, EndpointConfig, EndpointError, Request, from_mapping, read_mapping
 from grpo.formats import format_rule
@@ -300,6 +303,26 @@ for _function in (gated, accuracy, helpfulness):
 # ---- command line --------------------------------------------------------------------------------------------------------------------
 
 
+def read_answers(path: str, limit: int) -> list[dict]:
+    """The first lines of a file of rollouts. ValueError names file and line of one that is no answer."""
+    if limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
+    if not Path(path).is_file():
+        raise ValueError(f"answers: {path} is no file")
+    lines = []
+    for number, row in itertools.islice(rows.read_rows(path), limit):
+        if isinstance(row, BadRow):
+            raise ValueError(f"{path}:{number}: {row}")
+        if missing := [name for name in ("id", "prompt", "completion", "columns") if row.get(name) is None]:
+            raise ValueError(f"{path}:{number}: a line has no {', '.join(missing)}")
+        if not isinstance(row["completion"], str) or not isinstance(row["columns"], dict):
+            raise ValueError(f"{path}:{number}: completion must be text and columns a JSON object")
+        lines.append(row)
+    if not lines:
+        raise ValueError(f"{path}: no answer in it")
+    return lines
+
+
 def check(arguments: list[str]) -> int:
     """`check`: scores answers of a run with `gated`; exit code 1 where the judge did not say anything about some."""
     parser = argparse.ArgumentParser(prog="python -m grpo.judge check", allow_abbrev=False)
@@ -307,10 +330,12 @@ def check(arguments: list[str]) -> int:
     parser.add_argument("--answers", required=True, help="lines with id, prompt, completion, columns: a file of OUTPUT_DIR/rollouts")
     parser.add_argument("--limit", type=int, default=20, help="answers to score (default 20)")
     args = parser.parse_args(arguments)
+    lines = read_answers(args.answers, args.limit)
+    config = from_mapping(JudgeConfig, read_mapping(args.config), args.config)
+    cache = config.endpoint.get("cache") if isinstance(config.endpoint, dict) else None
+    refuse_overwriting(filter(None, [config.log, cache]), [args.answers, args.config])
     os.environ[VARIABLE] = args.config
     judge = current()
-    with open(args.answers, encoding="utf-8") as file:
-        lines = [json.loads(line) for _, line in zip(range(args.limit), file, strict=False)]
     missing = 0
     for line in lines:
         columns = {name: [value] for name, value in line["columns"].items()} | {"id": [line["id"]]}

@@ -96,8 +96,8 @@ class Worker:
         if failure is not None:
             raise ValueError(failure)
 
-    def call(self, task: tuple, timeout: float) -> tuple[list[float | None] | None, str | None]:
-        """(scores, None) or (None, what went wrong). After a hang or a death the worker is of no more use: `alive` is False."""
+    def call(self, task: tuple, timeout: float) -> tuple[list[float | None] | dict[str, str] | None, str | None]:
+        """(scores, or what `check_rows` says; None) or (None, what went wrong). After a hang or a death the worker is of no more use: `alive` is False."""
         try:
             self.connection.send(task)
             if self.connection.poll(timeout):
@@ -126,8 +126,9 @@ class RewardPool:
 
     START_TIMEOUT = 300.0  # seconds; a function's module may import a lot from a slow disk
 
-    def __init__(self, args: RewardArguments):
-        self.args = args
+    def __init__(self, args: RewardArguments, *, hint: str = "on_reward_error: none would count such answers as not scored and go on"):
+        """hint: what to do about a function that failed."""
+        self.args, self.hint = args, hint
         self.failures = 0  # calls that failed so far (on_reward_error: none)
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._workers = [Worker(args.reward_funcs, args.reward_timeout) for _ in range(args.reward_workers)]
@@ -165,13 +166,29 @@ class RewardPool:
                 assert len(results[-1]) == len(group[2])
         return results
 
-    def _call(self, name: str, group: tuple[str, object, list[str], dict]) -> list[float | None]:
-        prompt_id, prompt, completions, columns = group
-        count = len(completions)
+    def check(self, rows: list[tuple[str, dict]]) -> dict[str, str]:
+        """{place: what is wrong} of those rows (place, columns) that a function with a `check` says it cannot score."""
+        wrong: dict[str, str] = {}
+        parts = [rows[first : first + 100] for first in range(0, len(rows), 100)]
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            for name in self.args.reward_funcs:
+
+                def ask(part: list, name: str = name) -> dict[str, str] | None:
+                    found, failure = self._ask((name, part), self.START_TIMEOUT)
+                    if failure:
+                        raise ValueError(f"reward function {name} could not check the rows: {failure}")
+                    return found
+
+                if ask([]) is not None:
+                    for found in threads.map(ask, parts):
+                        wrong |= {where: f"{name}: {text}" for where, text in found.items()}
+        return wrong
+
+    def _ask(self, task: tuple, timeout: float) -> tuple:
+        """What a worker that is free answers; one that does not live through it is replaced."""
         worker = self._idle.get()
         try:
-            repeated = {key: [value] * count for key, value in (columns | {"id": prompt_id}).items()}
-            scores, failure = worker.call((name, [prompt] * count, completions, repeated), self.args.reward_timeout)
+            return worker.call(task, timeout)
         finally:
             if not worker.alive:
                 self._workers.remove(worker)
@@ -179,11 +196,17 @@ class RewardPool:
                 self._workers.append(worker)
                 worker.wait_until_ready(self.START_TIMEOUT)
             self._idle.put(worker)
+
+    def _call(self, name: str, group: tuple[str, object, list[str], dict]) -> list[float | None]:
+        prompt_id, prompt, completions, columns = group
+        count = len(completions)
+        repeated = {key: [value] * count for key, value in (columns | {"id": prompt_id}).items()}
+        scores, failure = self._ask((name, [prompt] * count, completions, repeated), self.args.reward_timeout)
         if failure is None:
             return scores
         message = f"reward function {name} failed on prompt {prompt_id}: {failure}"
         if self.args.on_reward_error == "error":
-            raise RuntimeError(f"{message}. on_reward_error: none would count its {count} answers as not scored and go on.")
+            raise RuntimeError(f"{message}. {self.hint}.")
         log.warning("%s; its %d answers are not scored by it", message, count)
         self.failures += 1
         return [None] * count

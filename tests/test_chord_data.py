@@ -208,6 +208,8 @@ def test_wrong_use(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_lines("data.jsonl", [JA])
     write_lines("twice.jsonl", [JA, JA])
+    write_lines("sft.rejected.jsonl", [JA])
+    (tmp_path / "link.jsonl").symlink_to("data.jsonl")
     write_lines("text.jsonl", [{"prompt": "x"}])
     (tmp_path / "e.yaml").write_text("base_url: http://127.0.0.1:1/v1\nmodel: m\n")
     (tmp_path / "t").mkdir()
@@ -220,13 +222,16 @@ def test_wrong_use(tmp_path, capsys, monkeypatch):
         (["--reward_funcs", "grpo.rewards:none"], "has no function none"),
         (["--min_chars", "9", "--max_chars", "9"], "must be below"),
         (["--output", "sft.json"], "must be named"),
+        (["--output", "data.jsonl"], "data.jsonl would be written, but it is what is read as data.jsonl"),
+        (["--output", "link.jsonl"], "link.jsonl would be written, but it is what is read as data.jsonl"),
+        (["--data", "sft.rejected.jsonl"], "sft.rejected.jsonl would be written"),
     ]:
         given = {"--data": "data.jsonl", "--endpoint": "e.yaml", "--output": "sft.jsonl"}
         given |= dict(zip(options[::2], options[1::2], strict=True))
         assert chord_data.main([part for pair in given.items() for part in pair]) == 2, options
         error = capsys.readouterr().err
         assert re.search(message, error), error
-    assert not (tmp_path / "sft.jsonl").exists()
+    assert not (tmp_path / "sft.jsonl").exists() and [row for _, row in rows.read_rows("data.jsonl")] == [JA]
 
 
 def test_form_of_expert_answers_against_the_reward(tmp_path):

@@ -157,17 +157,50 @@ def test_report(tmp_path, capsys):
         (["filter", "--difficulty", "d.jsonl", "--data", "text.jsonl", "--output", "o.jsonl"], "text.jsonl:1: a row needs `prompt`"),
         (["filter", "--difficulty", "d.jsonl", "--data", "other.jsonl", "--output", "o.jsonl"], "has none of the ids"),
         (["report", "--difficulty", "d.jsonl", "--num_generations", "1"], "num_generations must be at least 2"),
+        (["report", "--difficulty", "d.jsonl", "--plot", "d.jsonl"], "d.jsonl would be written, but it is what is read as d.jsonl"),
+        (
+            ["report", "--difficulty", "again.jsonl"],
+            "again.jsonl:2: needs id, k and n with 0 <= k <= n (ValueError: id 'a' was there before",
+        ),
+        (["report", "--difficulty", "binary.jsonl"], "binary.jsonl cannot be read"),
+        (["report", "--difficulty", "torn.jsonl"], "torn.jsonl.meta.json is not valid JSON"),
+        (["report", "--difficulty", "list.jsonl"], "list.jsonl.meta.json must hold one JSON object, not a list"),
+        (["filter", "--difficulty", "d.jsonl", "--data", "prompts.jsonl", "--keep", "1-²", "--output", "o.jsonl"], "keep is '1-²'"),
+        (["measure", "--data", "prompts.jsonl", "--output", "prompts.jsonl"], "prompts.jsonl would be written, but it is what is read"),
+        (["measure", "--data", "o.answers.jsonl", "--output", "o.jsonl"], "o.answers.jsonl would be written, but it is what is read"),
+        (
+            ["measure", "--model", "MODEL", "--data", "nogold.jsonl", "--output", "o.jsonl"],
+            "an empty answer was scored: reward function grpo.rewards:choice_exact failed on prompt b",
+        ),
+        (
+            ["measure", "--model", "MODEL", "--data", "options.jsonl", "--output", "o.jsonl"],
+            "options.jsonl:1: chat_template_kwargs must be",
+        ),
+        (["measure", "--data", "prompts.jsonl", "--output", "o.jsonl", "--chat_template_kwargs", "[]"], "must be a JSON object: []"),
+        (["measure", "--data", "prompts.jsonl", "--output", "o.jsonl", "--right", "nan"], "right is nan"),
     ],
 )
-def test_wrong_use(arguments, message, tmp_path, monkeypatch, capsys):
+def test_wrong_use(arguments, message, tmp_path, tiny_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    measurement(tmp_path, [(1, 2)])
+    data = measurement(tmp_path, [(1, 2)])
+    write_lines("again.jsonl", [{"id": "a", "k": 1, "n": 2}] * 2)
+    write_lines("nogold.jsonl", [{"id": "a", "prompt": "A", "answer": "a"}, {"id": "b", "prompt": "B"}])
+    write_lines("options.jsonl", [{"id": "a", "prompt": "A", "answer": "a", "chat_template_kwargs": "[1]"}])
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\n")
+    for name, meta in (("torn", '{"model": '), ("list", "[]")):
+        write_lines(f"{name}.jsonl", [{"id": "a", "k": 1, "n": 2}])
+        (tmp_path / f"{name}.jsonl.meta.json").write_text(meta)
+    if "o.answers.jsonl" in arguments:
+        (tmp_path / "o.answers.jsonl").symlink_to("prompts.jsonl")
+    arguments = [str(tiny_dir("qwen3_moe")) if argument == "MODEL" else argument for argument in arguments]
     write_lines("bad.jsonl", [{"id": "a", "k": 1, "n": 2}, {"id": "b", "k": 3, "n": 2}])
     write_lines("twice.jsonl", [{"id": "q0", "prompt": "A"}] * 2)
     write_lines("text.jsonl", [{"id": "q0", "text": "A"}])
     write_lines("other.jsonl", [{"id": "z", "prompt": "A"}])
     assert call(*arguments) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and "on_reward_error" not in error, error
+    assert not (tmp_path / "o.jsonl").exists() and [row for _, row in rows.read_rows("prompts.jsonl")] == data
 
 
 # ---- measuring, in this process
@@ -184,7 +217,17 @@ def test_measure_counts_what_the_reward_says_and_goes_on_after_a_kill(tmp_path, 
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     write_lines(
-        tmp_path / "p.jsonl", [{"id": f"q{i}", "prompt": [{"role": "user", "content": "hi " * (i + 1)}], "parity": i % 2} for i in range(6)]
+        tmp_path / "p.jsonl",
+        [
+            {
+                "id": f"q{i}",
+                "prompt": [{"role": "user", "content": "hi " * (i + 1)}],
+                "parity": i % 2,
+                "tools": "[]",
+                "chat_template_kwargs": '{"x": 1}',
+            }
+            for i in range(6)
+        ],
     )
     model = tiny_dir("qwen3_moe")
     options = ["measure", "--model", model, "--data", tmp_path / "p.jsonl", "--samples", 4, "--max_new_tokens", 5, "--batch_size", 2]
@@ -226,6 +269,15 @@ def test_answers_are_tied_to_prompt_model_and_sampling(tmp_path, tiny_dir):
         generate.generate(LocalModel(tiny_dir("qwen3_moe", seed=1)), asks, sampling, tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="two questions have the id 'a'"):
         generate.generate(model, [asks[0], asks[0]], sampling, tmp_path / "b.jsonl")
+    made = tmp_path / "a.jsonl"
+    made.write_text(made.read_text() + '{"completion": "of somebody"}\n')
+    assert generate.generate(model, [asks[0]], sampling, made, progress=False)["a"] == first["a"]
+    for meta, message in (("{}", "does not say which model"), ('{"model"', "is not valid JSON"), ("[]", "must hold one JSON object")):
+        generate.meta_path(made).write_text(meta)
+        with pytest.raises(ValueError, match=rf"a\.jsonl\.meta\.json {message}"):
+            generate.generate(model, asks, sampling, made)
+    with pytest.raises(ValueError, match="temperature a number"):
+        Sampling(temperature=float("nan"))
     with pytest.raises(ValueError, match="would all be the same"):
         Sampling(samples=2)
 

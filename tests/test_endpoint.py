@@ -84,6 +84,16 @@ def test_a_fault_that_stays_has_a_reason_and_no_answer(fault, reason, tries):
     assert (client.counters.tries, dict(client.counters.failures)) == (tries, {reason: 1})
 
 
+def test_who_waits_is_told_for_what(caplog):
+    with FakeChat(in_turn(("status", (503, {"Retry-After": "0"})))) as server:
+        client = make(server, concurrency=1)
+        assert [reply.failure for reply in client.complete([Request(ASK)] * 2)] == ["server_error"] * 2
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == endpoint.TOLD == 5 and client.counters.tries == 16
+    assert told[0].startswith(f"{server.url}: try 1 of 8 failed (server_error: ") and told[0].endswith("again in 0 s")
+    assert "try 5 of 8" in told[4] and told[4].endswith("further ones are counted, not shown")
+
+
 def test_a_hang_ends_at_the_deadline_and_does_not_stop_the_others():
     def answer(body, number):
         return ("hang", None) if body["messages"][0]["content"] == "hang" else GOOD

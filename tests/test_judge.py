@@ -10,7 +10,7 @@ from fake_chat import FakeChat
 
 pytest.importorskip("openai", reason="bash env/setup.sh train --with openai")
 
-from common.jsonl import AppendLog
+from common.jsonl import AppendLog, write_lines
 from grpo import endpoint, judge
 from grpo.advantages import compute_advantages
 from grpo.scoring import RewardArguments, RewardPool
@@ -252,3 +252,13 @@ def test_check_and_report(configure, tmp_path, capsys):
     # 9 + 6 replies, and garbage twice: 100 tokens each, 10 a million.
     assert "requests 15, cached 0, tries 16, tokens_in 1600, tokens_out 160, cost 0.0160" in out
     assert judge.main(["report", str(tmp_path / "none.jsonl")]) == 2 and "no such file" in capsys.readouterr().err
+    answers.write_text(json.dumps(lines[0]) + "\n" + '{"id": 1')
+    for given, message in (("none.jsonl", "none.jsonl is no file"), ("answers.jsonl", "answers.jsonl:2: not valid JSON")):
+        assert judge.main(["check", "--config", str(config), "--answers", str(tmp_path / given)]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "link.jsonl").symlink_to("log.jsonl")
+    write_lines(tmp_path / "log.jsonl", lines)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    assert judge.main(["check", "--config", str(config), "--answers", str(tmp_path / "link.jsonl")]) == 2
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+    assert "log.jsonl would be written, but it is what is read as" in capsys.readouterr().err
