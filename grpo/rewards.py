@@ -2,8 +2,9 @@
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`, named `module:function`. It gets the answers to one prompt at a
 time: `prompts` repeats the row's prompt, `completions` are the answers' texts, each other column of the row comes under its own name, repeated.
-None means "no opinion": the answer is scored by the other functions, or left out of its group when there is none. A function may have an
-attribute `prepare`, called once in every worker before the run. This module imports nothing heavy, because every worker imports it.
+None means "no opinion": the answer is scored by the other functions, or left out of its group when there is none. A function may have two
+attributes: `prepare()`, called once in every worker before the run, and `check(columns)`, called for every row before the model is loaded; it
+raises ValueError for a row that cannot be scored. This module imports nothing heavy, because every worker imports it.
 
 The rules here read the column `answer`. Multiple choice: the LAST `[ans]a,c[/ans]` of the answer counts; case and full-width forms of letters,
 brackets and commas are folded.
@@ -24,10 +25,17 @@ FORMAT_REWARD = 0.05
 
 
 def right_letters(answer) -> set[str]:
-    gold = letters(answer if isinstance(answer, str) else ",".join(answer))
+    parts = answer if isinstance(answer, (list, tuple)) else [answer]
+    gold = letters(",".join(parts)) if all(isinstance(part, str) for part in parts) else None
     if gold is None:
         raise ValueError(f"column `answer` must hold letters, like 'a,c' or ['a', 'c']; it holds {answer!r}")
     return gold
+
+
+def check_letters(columns: dict) -> None:
+    right_letters(columns.get("answer"))
+    if not isinstance(columns.get("choices"), (list, tuple, type(None))):
+        raise ValueError(f"column `choices` must be a list; it holds {columns['choices']!r}")
 
 
 def _choice_pairs(completions, answer, choices_column):
@@ -51,23 +59,42 @@ def choice_exact(prompts, completions, answer, choices=None, **_) -> list[float]
     return [float(chosen == gold) for chosen, gold in _choice_pairs(completions, answer, choices)]
 
 
+choice_f1.check = choice_exact.check = check_letters
+
+
+def right_result(answer) -> list:
+    """What math-verify reads in column `answer`; ValueError where that is nothing."""
+    from math_verify import parse
+
+    if not isinstance(answer, (str, int, float)):
+        raise ValueError(f"column `answer` must hold a result, as text or number; it holds {answer!r}")
+    gold = str(answer).rpartition("####")[2].strip()
+    parsed = parse(f"${gold}$")
+    if not parsed:
+        raise ValueError(f"column `answer` holds {gold!r}, in which math-verify finds no result")
+    return parsed
+
+
+def import_math_verify() -> None:
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        command = "bash env/setup.sh train --with math-verify --with antlr4-python3-runtime"
+        raise ImportError(f"grpo.rewards:math_exact needs math-verify. Install it: {command}") from error
+
+
 def math_exact(prompts, completions, answer, **_) -> list[float]:
     """A worked problem: 1 when the answer's final result equals column `answer` (what follows #### in it, if that is there), else 0.
 
     Needs math-verify, which knows equal forms of numbers, sets, intervals and expressions."""
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        command = "bash env/setup.sh train --with math-verify --with antlr4-python3-runtime"
-        raise ImportError(f"grpo.rewards:math_exact needs math-verify. Install it: {command}") from error
-    results = []
-    for completion, gold in zip(completions, answer, strict=True):
-        gold = str(gold).rpartition("####")[2].strip()
-        parsed = parse(f"${gold}$")
-        if not parsed:
-            raise ValueError(f"column `answer` holds {gold!r}, in which math-verify finds no result")
-        results.append(float(verify(parsed, parse(completion))))
-    return results
+    import_math_verify()
+    from math_verify import parse, verify
+
+    return [float(verify(right_result(gold), parse(completion))) for completion, gold in zip(completions, answer, strict=True)]
+
+
+math_exact.prepare = import_math_verify
+math_exact.check = lambda columns: right_result(columns.get("answer"))
 
 
 # ---- worker --------------------------------------------------------------------------------------------------------------------------
@@ -98,8 +125,24 @@ def check_scores(name: str, scores, count: int) -> list[float | None]:
     return [None if score is None else float(score) for score in scores]
 
 
+def check_rows(function: Callable, rows: list[tuple[str, dict]]) -> dict[str, str] | None:
+    """{place: what is wrong} of rows (place, columns) that a function cannot score; None where it has no `check`."""
+    check = getattr(function, "check", None)
+    if check is None:
+        return None
+    wrong = {}
+    for where, columns in rows:
+        try:
+            check(columns)
+        except ValueError as error:
+            wrong[where] = str(error)
+    return wrong
+
+
 def work(connection: Connection, names: list[str]) -> None:
-    """Answers (function name, prompts, completions, columns) with (scores, None) or (None, error), until the other side closes."""
+    """Answers (function name, prompts, completions, columns) with (scores, None) or (None, error), until the other side closes.
+
+    (function name, rows) is answered in the same way with what `check_rows` says."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     functions, failure = {}, None
     try:
@@ -111,10 +154,14 @@ def work(connection: Connection, names: list[str]) -> None:
     connection.send(failure)
     while failure is None:
         try:
-            name, prompts, completions, columns = connection.recv()
+            name, *task = connection.recv()
         except EOFError:
             return
         try:
+            if len(task) == 1:
+                connection.send((check_rows(functions[name], *task), None))
+                continue
+            prompts, completions, columns = task
             connection.send((check_scores(name, functions[name](prompts, completions, **columns), len(completions)), None))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]

@@ -214,6 +214,18 @@ def read_questions(
     return list(questions.values())
 
 
+def scorable(questions: list[Question], wrong: dict[str, str], on_bad_row: str) -> list[Question]:
+    """The questions without those of `wrong`, {file:line: what is wrong}; ValueError names the first unless `on_bad_row` is skip."""
+    bad = [question for question in questions if question.where in wrong]
+    if not bad:
+        return questions
+    first = f"{bad[0].where}: id {bad[0].id!r} cannot be scored: {wrong[bad[0].where]}"
+    if on_bad_row == "error" or len(bad) == len(questions):
+        raise ValueError(f"{first}. {len(bad)} of {len(questions)} rows are like that (on_bad_row=skip drops and counts such rows)")
+    log.info("%d rows dropped that cannot be scored, the first: %s", len(bad), first)
+    return [question for question in questions if question.where not in wrong]
+
+
 def _question(row: dict, name: str, where: str, chat: Chat) -> Question:
     tokenizer, prompt = chat.tokenizer, row.get("prompt")
     if isinstance(prompt, str) and prompt:

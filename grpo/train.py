@@ -46,7 +46,7 @@ from grpo.experience import (
 )
 from grpo.objectives import ObjectiveArguments
 from grpo.reference import ReferenceWeights
-from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path
+from grpo.rollout import Question, RolloutArguments, RolloutBackend, fingerprint, read_questions, rollout_path, scorable
 from grpo.sampling import Prompts, announce, fit_prior
 from grpo.scoring import RewardArguments, RewardPool
 from grpo.twin import HfBackend
@@ -207,10 +207,14 @@ def main() -> None:
     how = (tokenizer, room, data_args.on_bad_row, data_args.chat_template_kwargs)
     questions = read_questions(data_args.train_files, *how)
     held_out = read_questions(data_args.eval_files, *how) if data_args.eval_files else []
-    pool = None
+    pool, wrong = None, {}
     with dist.main_rank_first() as mine:
         if mine:
             pool = RewardPool(reward_args)
+            if reward_args.on_reward_error == "error":  # else they are counted when they are scored
+                wrong = pool.check([(question.where, question.columns) for question in (*questions, *held_out)])
+    wrong = dist.broadcast_object(wrong)
+    questions, held_out = (scorable(rows, wrong, data_args.on_bad_row) for rows in (questions, held_out))
     chord = load_chord(chord_args, reward_args.reward_funcs, tokenizer, data_args, model_args, args) if chord_args.chord_sft_files else None
     identity = {
         "data": fingerprint(questions),

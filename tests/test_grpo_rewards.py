@@ -6,6 +6,7 @@ import time
 import pytest
 
 from grpo import rewards
+from grpo.rollout import Question, scorable
 from grpo.scoring import RewardArguments, RewardPool, combine
 
 ACE = ["a", "c"]
@@ -50,7 +51,7 @@ def test_letters_beyond_the_choices_are_not_read():
         assert rewards.choice_f1(["p"], ["[ans]a,c[/ans]"], answer=[ACE], choices=[choices]) == [pytest.approx(value)]
 
 
-@pytest.mark.parametrize("gold", ["", [], "12", ["a b"]])
+@pytest.mark.parametrize("gold", ["", [], "12", ["a b"], None, [None], 3])
 def test_a_gold_answer_that_is_no_letter_is_an_error(gold):
     with pytest.raises(ValueError, match="column `answer` must hold letters"):
         rewards.choice_exact(["p"], ["[ans]a[/ans]"], answer=[gold])
@@ -63,6 +64,10 @@ def test_math_answers():
         pytest.skip("math-verify is not installed")
     answers = ["so $\\boxed{72}$", "The answer is 72.", "It is $\\frac{144}{2}$", "It is 71", "no idea"]
     assert rewards.math_exact(["p"] * 5, answers, answer=["48/2 = 24 ... #### 72"] * 5) == [1, 1, 1, 0, 0]
+    rewards.math_exact.check({"answer": 72})
+    for gold in (None, [], "", "#### "):
+        with pytest.raises(ValueError, match="column `answer` (must hold a result|holds '', in which)"):
+            rewards.math_exact.check({"answer": gold})
 
 
 def test_components_without_an_opinion():
@@ -160,6 +165,27 @@ def test_a_hang_ends_at_the_time_limit_and_the_worker_is_replaced():
         assert third[0].reward == 0.5
     with pool("hang", reward_timeout=1.0) as scorer, pytest.raises(RuntimeError, match="failed on prompt q1: no result after 1 s"):
         scorer.score([("q1", "P", ["hang"], {})])
+
+
+def test_rows_that_cannot_be_scored_are_known_before():
+    with RewardPool(RewardArguments(["grpo.rewards:choice_f1", "my_rewards:crash"], reward_workers=2)) as scorer:
+        rows = [(f"f:{i}", {"answer": "a", "choices": None}) for i in range(1, 250)]
+        rows += [("f:250", {"answer": None}), ("f:251", {}), ("f:252", {"answer": ["b"], "choices": "abc"})]
+        wrong = scorer.check(rows)
+    assert set(wrong) == {"f:250", "f:251", "f:252"}
+    for place, message in (
+        ("f:250", "column `answer` must hold letters"),
+        ("f:251", "it holds None"),
+        ("f:252", "`choices` must be a list"),
+    ):
+        assert wrong[place].startswith("grpo.rewards:choice_f1: ") and message in wrong[place]
+    questions = [Question(where, "", [1], {}, where) for where, _ in rows]
+    message = "f:250: id 'f:250' cannot be scored: grpo.rewards:choice_f1: column `answer` .* 3 of 252 rows are like that .on_bad_row=skip"
+    with pytest.raises(ValueError, match=message):
+        scorable(questions, wrong, "error")
+    assert scorable(questions, wrong, "skip") == questions[:249] and scorable(questions[:249], wrong, "error") == questions[:249]
+    with pytest.raises(ValueError, match="3 of 3 rows"):
+        scorable(questions[249:], wrong, "skip")
 
 
 @pytest.mark.parametrize(
