@@ -305,7 +305,7 @@ def load(folder: Path, model: ShardedModel, optimizer: AdamW, base: Base) -> tup
             f"Point model_name_or_path at the same base, or start anew with --resume none in another output_dir."
         )
     if saved.adapters != model.adapters:
-        raise ValueError(f"{folder} was trained with {saved.adapters or 'no adapters'}, this run has {model.adapters or 'none'}")
+        raise ValueError(f"{folder} was trained with other adapters: {_other_adapters(saved.adapters, model.adapters)}. Undo the change.")
     trained = model.trained_parameters()
     missing, unknown = sorted(trained.keys() - saved.names), sorted(saved.names - trained.keys())
     if missing or unknown:
@@ -367,3 +367,16 @@ class SavedParameters:
 
     def read(self, name: str) -> torch.Tensor:
         return self.read_many([name])[name]
+
+
+def _other_adapters(saved: Adapters | None, now: Adapters | None) -> str:
+    """What of two different ones differs, in the names of the options."""
+    if saved is None or now is None:
+        return f"lora_rank was {saved.rank if saved else 0}, now it is {now.rank if now else 0}"
+    names = {"targets": "lora_target_modules", "layers": "trainable_layers", "quantization": "quantization"}
+    differing = [(name, value, now.to_dict()[name]) for name, value in saved.to_dict().items() if value != now.to_dict()[name]]
+
+    def all_if_none(value) -> str:
+        return "all" if value is None else str(value)
+
+    return "; ".join(f"{names.get(name, f'lora_{name}')} was {all_if_none(a)}, now it is {all_if_none(b)}" for name, a, b in differing)

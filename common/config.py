@@ -11,6 +11,8 @@ import difflib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -223,11 +225,20 @@ def _suggestion(name: str, known: set[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _say_and_exit(message: str) -> None:
+def say_and_exit(message: str) -> None:
     """argparse would print every option first, once a rank: the reason would scroll away."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message} (--help lists all options)", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextmanager
+def wrong_use() -> Iterator[None]:
+    """Around checks of options that do not go together: a ValueError ends the process like one of `parse`, code 2 and one line."""
+    try:
+        yield
+    except ValueError as error:
+        say_and_exit(str(error))
 
 
 def parse(*classes: type, argv: list[str] | None = None) -> tuple:
@@ -238,7 +249,7 @@ def parse(*classes: type, argv: list[str] | None = None) -> tuple:
     argv = sys.argv[1:] if argv is None else argv
     known = {f.name for cls in classes for f in fields(cls)}
     parser = HfArgumentParser(classes, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = _say_and_exit
+    parser.error = say_and_exit
     parser.add_argument("--config", help="YAML file of options; the command line wins over it.")
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config")

@@ -195,14 +195,18 @@ def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family
     return Options(selection, family, args.detach_moe_output, args.expert_units_per_layer, ranks, adapters)
 
 
+def check_unquantised(args: ModelArguments) -> None:
+    if args.quantization != "none":
+        raise ValueError(f"quantization: {args.quantization} is for python -m grpo.train.")
+
+
 def build_model(args: ModelArguments, trainable: str | None = None) -> Model:
     """Loads the base checkpoint, sharded as it loads. A collective; minutes for a large model.
 
     trainable: instead of the options' own, e.g. `none` for a model that is only run.
     """
     path = args.model_name_or_path
-    if args.quantization != "none":
-        raise ValueError(f"quantization: {args.quantization} is for python -m grpo.train.")
+    check_unquantised(args)
     attention.register()
     skeleton = build_skeleton(
         path, attn_implementation=args.attn_implementation, num_layers=args.debug_num_layers, decoder_layer=args.decoder_layer
@@ -410,8 +414,11 @@ def check_frozen(model: Model) -> None:
     dist.beat()
 
 
-def finish(output_dir: Path, args: TrainArguments, model: Model, *, trained: bool) -> None:
+def finish(output_dir: Path, args: TrainArguments, model: Model, state: TrainState, *, trained: bool) -> None:
     """What ends a run that reached its last step: frozen bytes checked, final/ written, DONE. `trained`: steps were made, so an older final/ is stale."""
+    if state.skipped_steps and dist.is_main():
+        what = "no weight was trained" if state.skipped_steps == state.step else "their warnings above say why"
+        log.warning("%d of %d steps were skipped: %s", state.skipped_steps, state.step, what)
     check_frozen(model)
     if args.export_final and (trained or not (output_dir / "final").exists()):
         export(output_dir / "final", model)

@@ -125,6 +125,8 @@ def check_reference(drift: float, compute_dtype: str) -> None:
 @record
 def main() -> None:
     model_args, data_args, loss_args, args = config.parse(ModelArguments, DataArguments, LossArguments, DPOTrainArguments)
+    with config.wrong_use():
+        run.check_unquantised(model_args)
     output_dir = Path(args.output_dir)
     run.start(output_dir, args)
     tokenizer = run.load_tokenizer(model_args.model_name_or_path)
@@ -237,7 +239,7 @@ def main() -> None:
 
     progress.close()
     metrics.close()
-    run.finish(output_dir, args, model, trained=state.step > first_step)
+    run.finish(output_dir, args, model, state, trained=state.step > first_step)
     dist.shutdown()
 
 

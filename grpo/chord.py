@@ -153,6 +153,17 @@ class Chord:
         run.check_packing(model, batch, compute_dtype)
 
 
+def micro_bins(args: ChordArguments, train_args: TrainArguments) -> int:
+    """Bins of a micro-batch of expert rows. ValueError where a step is no whole number of them."""
+    mine, usual = args.chord_sft_per_device_train_batch_size, train_args.per_device_train_batch_size
+    if mine % min(mine, usual):
+        raise ValueError(
+            f"chord_sft_per_device_train_batch_size {mine} must be a multiple of per_device_train_batch_size {usual}, or less: a micro-batch of "
+            "expert rows takes as many bins as one of answers."
+        )
+    return min(mine, usual)
+
+
 def load_chord(
     args: ChordArguments,
     reward_funcs: list[str],
@@ -162,20 +173,14 @@ def load_chord(
     train_args: TrainArguments,
 ) -> Chord:
     """Tokenises the expert rows, and says where they have another form than `reward_funcs` read. ValueError where they cannot be used."""
-    mine, usual = args.chord_sft_per_device_train_batch_size, train_args.per_device_train_batch_size
-    micro_bins = min(mine, usual)
-    if mine % micro_bins:
-        raise ValueError(
-            f"chord_sft_per_device_train_batch_size {mine} must be a multiple of per_device_train_batch_size {usual}, or less: a micro-batch of "
-            "expert rows takes as many bins as one of answers."
-        )
     from grpo import chord_data  # imports the client of endpoints, which only this needs
 
     with dist.main_rank_first() as mine:
         for text in chord_data.format_warnings(args.chord_sft_files, reward_funcs) if mine else []:
             log.warning("%s", text)
     data, bins = run.load_data(args.chord_sft_files, tokenizer, data_args, Path(train_args.output_dir))
-    chord = Chord(args, data, bins, train_args.seed, micro_bins, data_args.max_length * micro_bins if model_args.compile else None)
+    size = micro_bins(args, train_args)
+    chord = Chord(args, data, bins, train_args.seed, size, data_args.max_length * size if model_args.compile else None)
     log.info(
         "CHORD: %d bins of expert rows a step, %d steps an epoch of them; mu %.3g in the first step, %.3g at its peak, %.3g from step %d on",
         chord.bins_per_step, chord.steps_per_epoch, mu_at(0, args), args.chord_mu_peak, args.chord_mu_valley,

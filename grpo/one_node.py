@@ -18,8 +18,6 @@ def build_model(
     model_args: ModelArguments, data_args: DataArguments, rollout_args: RolloutArguments, args: TrainArguments, questions: list[Question]
 ) -> run.Model:
     """common.one_node.build_model for this run's rows and answers."""
-    if rollout_args.rollout_backend != "hf":
-        raise ValueError("quantization: nf4 generates its answers itself; leave rollout_backend at hf and give no vllm_servers.")
     work = Work(
         row_tokens=data_args.max_length * args.per_device_train_batch_size,
         answers=rollout_args.rollout_batch_size,

@@ -29,7 +29,7 @@ from common.optim import AdamW, learning_rate
 from common.weight_sync import ServersLost
 from grpo import audit, difficulty, objectives, one_node
 from grpo.batches import MicroBatch
-from grpo.chord import Chord, ChordArguments, load_chord, mu_at
+from grpo.chord import Chord, ChordArguments, load_chord, micro_bins, mu_at
 from grpo.experience import (
     GRPOTrainArguments,
     Rollout,
@@ -56,7 +56,12 @@ log = logging.getLogger(__name__)
 
 
 def check_arguments(
-    data_args: DataArguments, rollout_args: RolloutArguments, objective: ObjectiveArguments, args: GRPOTrainArguments
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    rollout_args: RolloutArguments,
+    objective: ObjectiveArguments,
+    chord_args: ChordArguments,
+    args: GRPOTrainArguments,
 ) -> None:
     """ValueError for options that do not go together."""
     if data_args.max_length <= rollout_args.max_completion_length:
@@ -74,6 +79,18 @@ def check_arguments(
             f"top_p is {rollout_args.top_p}: answers are then drawn from another distribution than the one that trains. Leave it at 1, or "
             "choose a rollout_correction, which then corrects for it."
         )
+    if model_args.quantization != "none" and rollout_args.rollout_backend != "hf":
+        raise ValueError("quantization: nf4 generates its answers itself; leave rollout_backend at hf and give no vllm_servers.")
+    if chord_args.chord_sft_files:
+        micro_bins(chord_args, args)
+
+
+def off_policy_warning(rollout_args: RolloutArguments, objective: ObjectiveArguments) -> str | None:
+    """Where answers of older weights train without a correction."""
+    if objective.rollout_correction != "none" or not (rollout_args.rollout_lag or rollout_args.dynamic_sampling):
+        return None
+    what = "rollout_lag: 1" if rollout_args.rollout_lag else "dynamic_sampling (the groups that are left over)"
+    return f"{what} trains on answers of weights one rollout old, and rollout_correction is none: choose one, for instance token_tis."
 
 
 def forward_backward(setup: Setup, batches: list[MicroBatch], share: float = 1.0) -> tuple[float, dict, float, torch.Tensor | None]:
@@ -197,9 +214,12 @@ def main() -> None:
     model_args, data_args, rollout_args, reward_args, objective, chord_args, args = all_args = config.parse(
         ModelArguments, DataArguments, RolloutArguments, RewardArguments, ObjectiveArguments, ChordArguments, GRPOTrainArguments
     )
-    check_arguments(data_args, rollout_args, objective, args)
+    with config.wrong_use():
+        check_arguments(model_args, data_args, rollout_args, objective, chord_args, args)
     output_dir = Path(args.output_dir)
     run.start(output_dir, args)
+    if (text := off_policy_warning(rollout_args, objective)) and dist.is_main():
+        log.warning("%s", text)
     tokenizer = run.load_tokenizer(model_args.model_name_or_path)
 
     # Data and reward functions first: what is wrong with them must be known before a large model is loaded.
@@ -372,7 +392,7 @@ def main() -> None:
             performance.restart()  # evaluation and saving do not count as training time
 
     progress.close()
-    run.finish(output_dir, args, model, trained=state.step > first_step)
+    run.finish(output_dir, args, model, state, trained=state.step > first_step)
     close(setup, metrics)
 
 

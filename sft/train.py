@@ -68,6 +68,8 @@ def evaluate(model: ShardedModel, dataset: TokenizedDataset, bins: Bins, pad_to:
 @record
 def main() -> None:
     model_args, data_args, args = config.parse(ModelArguments, DataArguments, TrainArguments)
+    with config.wrong_use():
+        run.check_unquantised(model_args)
     output_dir = Path(args.output_dir)
     run.start(output_dir, args)
     tokenizer = run.load_tokenizer(model_args.model_name_or_path)
@@ -163,7 +165,7 @@ def main() -> None:
 
     progress.close()
     metrics.close()
-    run.finish(output_dir, args, model, trained=state.step > first_step)
+    run.finish(output_dir, args, model, state, trained=state.step > first_step)
     dist.shutdown()
 
 

@@ -104,8 +104,8 @@ def test_the_command_line_names_its_commands(capsys):
 def test_shipped_configs_are_read(path):
     tokens = [f"--config={path}", "--model_name_or_path=m", "--train_files=t", "--output_dir=o"]
     tokens += ["--vllm_servers=http://s:1"] * ("rollout_backend: vllm" in path.read_text())
-    _, data_args, rollout_args, _, objective, args, _ = config.parse(*ARGUMENTS, argv=tokens)
-    check_arguments(data_args, rollout_args, objective, args)
+    model_args, data_args, rollout_args, _, objective, args, chord_args = config.parse(*ARGUMENTS, argv=tokens)
+    check_arguments(model_args, data_args, rollout_args, objective, chord_args, args)
 
 
 def test_the_chord_config_mixes():
@@ -177,7 +177,7 @@ def test_the_form_of_expert_answers_is_compared_with_the_reward(tiny_dir, tmp_pa
     assert experts.bins_per_step == 1 and len(experts.bins) > 3
     assert [experts.window(step)[0] for step in range(len(experts.bins))] == experts.order.next(0, 0, len(experts.bins))[0].tolist()
     with pytest.raises(ValueError, match="3 must be a multiple of per_device_train_batch_size 2"):
-        chord.load_chord(ChordArguments(chord_sft_files=[str(file)], chord_sft_per_device_train_batch_size=3), [], *how, args)
+        chord.micro_bins(ChordArguments(chord_sft_per_device_train_batch_size=3), args)
 
 
 def all_layouts(folder: str, files: str, layouts):

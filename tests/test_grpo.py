@@ -15,11 +15,15 @@ from transformers import AutoTokenizer
 
 from common import run
 from common.config import DataArguments, ModelArguments
+from dpo import train as dpo_train
+from grpo import train
+from grpo.chord import ChordArguments
 from grpo.experience import GRPOTrainArguments, Setup, prepare
 from grpo.objectives import ObjectiveArguments
 from grpo.rollout import Answer, Completion, Question, RolloutArguments
 from grpo.scoring import RewardArguments
-from grpo.train import check_arguments, forward_backward
+from grpo.train import check_arguments, forward_backward, off_policy_warning
+from sft import train as sft_train
 from tests.conftest import ROOT, read_metrics
 
 REWARDS = """
@@ -148,7 +152,11 @@ def test_without_signal_nothing_is_trained(tiny_dir, grpo, files, tmp_path):
     model = tiny_dir("llama")
     options = ("--max_steps=2", f"--eval_files={files / 'eval.jsonl'}", "--save_steps=0")
     for name, reward in (("nobody", None), ("alike", 1.05)):
-        metrics = grpo(model, tmp_path / name, *options, "--reward_funcs", f"my_rewards:{name}", "--reward_weights", "1", ranks=1)
+        ranks = 2 if name == "nobody" else 1
+        metrics = grpo(model, tmp_path / name, *options, "--reward_funcs", f"my_rewards:{name}", "--reward_weights", "1", ranks=ranks)
+        log = (tmp_path / name / "run.log").read_text()
+        assert log.count("skipped: nothing in its mini-batch trains") == 2 and "2 of 2 steps were skipped: no weight was trained" in log
+        assert f"of 16 answers 16 {'not scored' if name == 'nobody' else 'in groups of equal rewards'}" in log
         assert [line["skipped_steps"] for line in metrics] == [1, 2] and "loss" not in metrics[0]
         assert metrics[0]["grpo/collapse_rate"] == 1.0 and metrics[0]["grpo/trained"] == 0.0
         assert metrics[0].get("grpo/reward") == reward and metrics[1].get("eval/reward") == reward
@@ -292,7 +300,10 @@ def test_loss_and_gradient_do_not_depend_on_ranks_or_packing(tiny_dir, run_ranks
 
 def test_options_that_do_not_go_together():
     def check(**options):
-        of = {DataArguments: {"train_files": ["x"]}, RolloutArguments: {}, ObjectiveArguments: {}, GRPOTrainArguments: {"output_dir": "x"}}
+        of = {
+            ModelArguments: {"model_name_or_path": "x"}, DataArguments: {"train_files": ["x"]}, RolloutArguments: {}, ObjectiveArguments: {},
+            ChordArguments: {}, GRPOTrainArguments: {"output_dir": "x"},
+        }  # fmt: skip
         for kind, values in of.items():
             values |= {name: value for name, value in options.items() if name in kind.__dataclass_fields__}
         check_arguments(*(kind(**values) for kind, values in of.items()))
@@ -305,6 +316,8 @@ def test_options_that_do_not_go_together():
         (dict(over_long="truncate"), "drops and counts"),
         (dict(num_minibatches=40), "at least num_minibatches 40"),
         (dict(num_generations=1), "at least 2"),
+        (dict(quantization="nf4", lora_rank=4, rollout_backend="vllm", vllm_servers=["http://s:1"]), "leave rollout_backend at hf"),
+        (dict(chord_sft_files=["x"], chord_sft_per_device_train_batch_size=3, per_device_train_batch_size=2), "must be a multiple of"),
         (dict(temperature=0.0), "above 0"),
         (dict(gradient_accumulation_steps=2), "use num_minibatches"),
         (dict(loss_type="sapo", dual_clip=3.0), "does not go with"),
@@ -315,6 +328,38 @@ def test_options_that_do_not_go_together():
         with pytest.raises(ValueError, match=message):
             check(**options)
     assert ObjectiveArguments(loss_type="gspo").epsilon_high == 4e-4 and ObjectiveArguments().epsilon_high == 0.28
+
+
+def test_answers_of_older_weights_ask_for_a_correction():
+    lagged = RolloutArguments(rollout_lag=1, rollout_backend="vllm", vllm_servers=["http://s:1"])
+    dynamic, none, corrected = (
+        RolloutArguments(dynamic_sampling=True),
+        ObjectiveArguments(),
+        ObjectiveArguments(rollout_correction="token_tis"),
+    )
+    assert off_policy_warning(lagged, none).startswith("rollout_lag: 1 trains on answers of weights one rollout old")
+    assert off_policy_warning(dynamic, none).startswith("dynamic_sampling (the groups that are left over)")
+    assert (
+        off_policy_warning(RolloutArguments(), none)
+        is off_policy_warning(dynamic, corrected)
+        is off_policy_warning(lagged, corrected)
+        is None
+    )
+
+
+def test_wrong_use_is_one_line_before_anything_is_read(monkeypatch, capsys):
+    options = ("--model_name_or_path=nowhere", "--train_files=nothing", "--output_dir=nothing")
+    for main, more, message in (
+        (train.main, ("--top_p=0.9",), "error: top_p is 0.9"),
+        (sft_train.main, ("--quantization=nf4", "--lora_rank=4"), "error: quantization: nf4 is for python -m grpo.train."),
+        (dpo_train.main, ("--quantization=nf4", "--lora_rank=4"), "error: quantization: nf4 is for python -m grpo.train."),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train", *options, *more])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(message) and error.count("\n") == 1
 
 
 # ---- learning

@@ -175,8 +175,9 @@ def test_other_adapters_are_refused(studied, run_ranks):
     folder, output, _, _ = studied
     [messages] = run_ranks(1, other_adapters, str(folder), str(output / "one"))
     assert len(messages) == 3
-    assert "alpha=16.0" in messages[0] and "alpha=8.0" in messages[0]
-    assert "('q_proj',)" in messages[1] and messages[2].endswith("this run has none")
+    assert messages[0].endswith("other adapters: lora_alpha was 16.0, now it is 8.0. Undo the change.")
+    assert "other adapters: lora_target_modules was [" in messages[1] and "now it is ['q_proj']. Undo" in messages[1]
+    assert messages[2].endswith("other adapters: lora_rank was 4, now it is 0. Undo the change.")
 
 
 def test_shipped_config():
