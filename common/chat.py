@@ -94,8 +94,8 @@ class Chat:
                 "the tokenizer has no chat template: put one beside it (chat_template.jinja), or give prompt and completion as strings"
             )
         messages = [normalise(message, i, self.stops) for i, message in enumerate([*prompt, *completion])]
-        tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)] or None
-        kwargs = {**self.kwargs, **from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)}
+        tools, options = template_options(row)
+        kwargs = self.kwargs | options
         turns = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant" and has_something_to_learn(messages[i])]
         if not turns:
             return []
@@ -334,6 +334,12 @@ def _tool_call(call: Any, index: int) -> dict:
     arguments = function.get("arguments")
     arguments = {} if arguments in (None, "") else from_json(arguments, "the arguments of a tool call", dict)
     return {**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}}
+
+
+def template_options(row: dict) -> tuple[list[dict] | None, dict]:
+    """A row's `tools` and `chat_template_kwargs`, each of them as it is or as JSON text. Raises BadRow."""
+    tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)] or None
+    return tools, from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)
 
 
 def from_json(value: Any, what: str, kind: type):

@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import checkpoint
-from common.chat import Chat, from_json, normalise
+from common.chat import Chat, normalise
 from common.jsonl import AppendLog, read_json_object, write_json
 from common.server_http import Http, ServerError
 
@@ -109,12 +109,6 @@ def generate(
                 answers.add(*lines)
                 bar.update(len(lines))
     return {ask.id: [done[ask.id, sample] for sample in range(sampling.samples)] for ask in asks}
-
-
-def template_options(row: dict) -> tuple[list[dict] | None, dict]:
-    """A row's `tools` and `chat_template_kwargs`, each of them as it is or as JSON text. Raises BadRow."""
-    tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)] or None
-    return tools, from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)
 
 
 def is_answer(line: dict) -> bool:

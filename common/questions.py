@@ -21,8 +21,7 @@ from pathlib import Path
 
 from common import rows
 from common.answers import Gold, f1, gold_of, is_right, read_answer
-from common.chat import BadRow
-from common.generate import template_options
+from common.chat import BadRow, template_options
 
 TEXT_COLUMNS = ("id", "problem_id", "prompt", "problem_text", "question", "choices", "answer", "tools", "chat_template_kwargs")
 JAPANESE = re.compile("[\u3040-\u30ff\u3400-\u9fff]")

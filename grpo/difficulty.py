@@ -28,7 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import checkpoint, generate, rows
-from common.chat import BadRow
+from common.chat import BadRow, template_options
 from common.jsonl import read_json_object, refuse_overwriting, write_json, write_lines
 from grpo.endpoint import read_mapping
 from grpo.rollout import NOT_COLUMNS
@@ -78,7 +78,7 @@ def read_data(files: list[str]) -> dict[str, dict]:
             if name in found:
                 raise ValueError(f"{file}:{line}: the id {name!r} is there twice")
             try:
-                generate.template_options(row)
+                template_options(row)
             except BadRow as error:
                 raise ValueError(f"{file}:{line}: {error}") from error
             found[name] = row
@@ -191,7 +191,7 @@ def measure(arguments: list[str]) -> int:
     data = read_data(args.data)
     asks = []
     for name, row in data.items():
-        tools, own = generate.template_options(row)
+        tools, own = template_options(row)
         asks.append(generate.Ask(name, row["prompt"], tools, kwargs | own))
     rewards = RewardArguments([args.reward_func], reward_timeout=args.reward_timeout, reward_workers=args.reward_workers)
     # Before hours of sampling: a reward function that cannot be loaded, or a row that it cannot use, is an error now.
@@ -222,7 +222,11 @@ def measure(arguments: list[str]) -> int:
 
 
 def check_rows(pool: RewardPool, data: dict[str, dict]) -> None:
-    """Scores an empty answer to each prompt: models give some. ValueError names a row that the reward function cannot use (no right answer)."""
+    """ValueError names a row that the reward function cannot use (no right answer): its own `check` says so, or it fails on an empty answer,
+    of which models give some."""
+    if wrong := pool.check([(name, reward_columns(row)) for name, row in data.items()]):
+        name, text = next(iter(wrong.items()))
+        raise ValueError(f"prompt {name} cannot be scored: {text}. {len(wrong)} of {len(data)} rows are like that")
     names = list(data)
     for first in range(0, len(names), 1024):
         try:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from common import dist, rows
-from common.chat import BadRow, Chat, from_json, normalise
+from common.chat import BadRow, Chat, normalise, template_options
 from common.config import option
 
 log = logging.getLogger(__name__)
@@ -234,12 +234,9 @@ def _question(row: dict, name: str, where: str, chat: Chat) -> Question:
         if not tokenizer.chat_template:
             raise BadRow("the tokenizer has no chat template: put one beside it (chat_template.jinja), or give the prompt as text")
         messages = [normalise(message, index, chat.stops) for index, message in enumerate(prompt)]
-        tools = [from_json(tool, "tools", dict) for tool in from_json(row.get("tools") or [], "tools", list)]
-        options = from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", dict)
+        tools, options = template_options(row)
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **chat.kwargs | options
-            )
+            text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **chat.kwargs | options)
         except Exception as error:  # a template raises what it likes
             raise BadRow(f"the chat template cannot render the prompt: {error}") from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -208,6 +208,10 @@ def test_wrong_use(run, folder, tmp_path, capsys):
     assert "leave out --skip" in error("--skip", "vowels", "--baseline")
     assert "--skip judge: the run's rewards are vowels" in error("--skip", "judge")
     assert "go with --baseline" in error("--server", "http://node7:8000")
+    (run / "audit.json").unlink(missing_ok=True)
+    (run / "audit.json").symlink_to(folder / "train.jsonl")
+    assert "audit.json would be written, but it is what is read as" in error("--data", folder / "train.jsonl")
+    (run / "audit.json").unlink()
     (run / "rollouts" / "step-000002.jsonl").write_text('{"step": 2')
     assert "step-000002.jsonl is no file of answers" in error()
     shutil.rmtree(run / "rollouts")
@@ -354,3 +358,9 @@ def test_curve_is_cut_into_stretches():
     [row] = curve(rollouts, {"a": 1.0}, most=1)
     assert (row["difference"], row["low"], row["high"]) == pytest.approx(mean_interval([float(step - 1) for step in range(1, 46)]))
     assert "difference" not in curve({7: rollouts[7]}, {})[0]
+    # 45 prompts of which all, or all but 9, have one difference: an interval of no width would be a false certainty.
+    ones = [{"id": f"q{i}", "reward": float(i >= 9)} for i in range(45)]
+    assert (
+        "low" not in curve({1: ones}, {line["id"]: 0.0 for line in ones})[0]
+        and "low" in curve({1: ones}, {f"q{i}": i % 2 for i in range(45)})[0]
+    )

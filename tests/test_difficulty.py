@@ -170,7 +170,7 @@ def test_report(tmp_path, capsys):
         (["measure", "--data", "o.answers.jsonl", "--output", "o.jsonl"], "o.answers.jsonl would be written, but it is what is read"),
         (
             ["measure", "--model", "MODEL", "--data", "nogold.jsonl", "--output", "o.jsonl"],
-            "an empty answer was scored: reward function grpo.rewards:choice_exact failed on prompt b",
+            "prompt b cannot be scored: grpo.rewards:choice_exact: column `answer` must hold letters",
         ),
         (
             ["measure", "--model", "MODEL", "--data", "options.jsonl", "--output", "o.jsonl"],
@@ -178,10 +178,16 @@ def test_report(tmp_path, capsys):
         ),
         (["measure", "--data", "prompts.jsonl", "--output", "o.jsonl", "--chat_template_kwargs", "[]"], "must be a JSON object: []"),
         (["measure", "--data", "prompts.jsonl", "--output", "o.jsonl", "--right", "nan"], "right is nan"),
+        (
+            ["measure", "--model", "MODEL", "--data", "prompts.jsonl", "--output", "o.jsonl", "--reward_func", "own_reward:even"],
+            "an empty answer was scored: reward function own_reward:even failed on prompt q0",
+        ),
     ],
 )
 def test_wrong_use(arguments, message, tmp_path, tiny_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     data = measurement(tmp_path, [(1, 2)])
     write_lines("again.jsonl", [{"id": "a", "k": 1, "n": 2}] * 2)
     write_lines("nogold.jsonl", [{"id": "a", "prompt": "A", "answer": "a"}, {"id": "b", "prompt": "B"}])
