@@ -264,6 +264,12 @@ def _log_and_raise(error_type, error, traceback) -> None:
     sys.__excepthook__(error_type, error, traceback)
 
 
+def warn(log: logging.Logger, text: str, *values) -> None:
+    """A warning about what every rank knows: rank 0 says it. `log.warning` is for what one rank alone sees."""
+    if is_main():
+        log.warning(text, *values)
+
+
 def setup_logging(log_file: Path | None = None) -> None:
     """INFO on rank 0, WARNING elsewhere, each line with its rank; rank 0 also appends to `log_file`."""
     for stream in (sys.stdout, sys.stderr):

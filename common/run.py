@@ -116,7 +116,8 @@ def check_lead(save_seconds: float) -> float:
     needed = _slowest_step + 1.5 * save_seconds
     lead = os.environ.get("STOP_LEAD_SECONDS")
     if lead and needed > float(lead):
-        log.warning(
+        dist.warn(
+            log,
             "a stop takes up to %.0f s (slowest step %.0f s, 1.5 x %.0f s for the save), but the job is told only %s s before its limit: "
             "raise #SBATCH --signal=B:USR1@SECONDS, or steps since the last checkpoint are lost.",
             needed, _slowest_step, save_seconds, lead,
@@ -186,9 +187,10 @@ def unit_options(args: ModelArguments, skeleton: PreTrainedModel, family: Family
         )
     log.info("%s", freeze.describe(selection, skeleton))
     if args.detach_moe_output:
-        log.warning(
+        dist.warn(
+            log,
             "detach_moe_output: the gradient is an approximation: what would reach a layer's attention through the mixture of experts of its "
-            "own layer, or of any layer above, is left out. The loss is exact."
+            "own layer, or of any layer above, is left out. The loss is exact.",
         )
     groups = {"world": None, "node": dist.local_world_size()}
     ranks = groups[args.frozen_shard_group] if args.frozen_shard_group in groups else int(args.frozen_shard_group)
@@ -347,8 +349,7 @@ class StepGuard:
         skip = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skip:
             self.in_a_row += 1
-            if dist.is_main():  # the same on every rank
-                log.warning("step skipped: loss %s, gradient norm %s. Its rows: %s", loss, grad_norm, rows())
+            dist.warn(log, "step skipped: loss %s, gradient norm %s. Its rows: %s", loss, grad_norm, rows())
             if self.in_a_row >= self.args.max_skipped_steps:
                 raise RuntimeError(f"{self.in_a_row} steps in a row were not finite. Rows of the last one: {rows()}")
         else:
@@ -416,9 +417,9 @@ def check_frozen(model: Model) -> None:
 
 def finish(output_dir: Path, args: TrainArguments, model: Model, state: TrainState, *, trained: bool) -> None:
     """What ends a run that reached its last step: frozen bytes checked, final/ written, DONE. `trained`: steps were made, so an older final/ is stale."""
-    if state.skipped_steps and dist.is_main():
+    if state.skipped_steps:
         what = "no weight was trained" if state.skipped_steps == state.step else "their warnings above say why"
-        log.warning("%d of %d steps were skipped: %s", state.skipped_steps, state.step, what)
+        dist.warn(log, "%d of %d steps were skipped: %s", state.skipped_steps, state.step, what)
     check_frozen(model)
     if args.export_final and (trained or not (output_dir / "final").exists()):
         export(output_dir / "final", model)

@@ -293,8 +293,9 @@ def collapse_figures(setup: Setup, filled: Filled, generated: list[Group]) -> di
     if not args.dynamic_sampling:
         return figures
     bound = 1 - 1 / args.max_resample_times
-    if len(filled.groups) < args.num_prompts_per_step and dist.is_main():
-        log.warning(
+    if len(filled.groups) < args.num_prompts_per_step:
+        dist.warn(
+            log,
             "the rollout is not full: %d of %d groups after %d batches; %.3f of the groups collapsed, %d batches bear %.3f. It trains on what is "
             "there. Raise max_resample_times, or filter the prompts by difficulty.",
             len(filled.groups), args.num_prompts_per_step, filled.rounds, rate, args.max_resample_times, bound,
@@ -447,10 +448,10 @@ def resume_surplus(setup: Setup, questions: list[Question], step: int) -> list[G
     lines = read_on_all(path)
     if not setup.rollout_args.dynamic_sampling:
         if lines:
-            log.warning("dynamic_sampling is off: the answers in %s, left over by the rollout before, are not trained on", path)
+            dist.warn(log, "dynamic_sampling is off: the answers in %s, left over by the rollout before, are not trained on", path)
         return []
     if lines is None:
-        log.warning("dynamic sampling starts anew: there is no %s", path)
+        dist.warn(log, "dynamic sampling starts anew: there is no %s", path)
     return groups_of(answers_of(lines or [], path, questions, setup.reward_args.names()))
 
 
@@ -520,7 +521,7 @@ def check_first_rollout(setup: Setup, answers: list[Answer], rollout: Rollout) -
             "it does not have the trainer's weights, or samples in another way (temperature, top_k, penalties)."
         )
     if distance is None:
-        log.warning("rollout check: no answer of the weights of now trains, so engine and trainer were not compared")
+        dist.warn(log, "rollout check: no answer of the weights of now trains, so engine and trainer were not compared")
         return
     log.info(
         "rollout check: log-probabilities of engine and trainer differ by %.2g a token, %.2g at most",

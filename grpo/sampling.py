@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common import dist
 from common.data import Order
 from grpo.advantages import is_collapsed
 from grpo.rollout import Answer, Question, RolloutArguments
@@ -116,7 +117,8 @@ def announce(questions: list[Question], pass_rates: dict[str, tuple[int, int]] |
     bound = 1 - 1 / rounds
     log.info("dynamic sampling: at most %d batches of %d prompts a rollout; fills it up to a collapse rate of %.3f", rounds, size, bound)
     if len(questions) < rounds * size:
-        log.warning(
+        dist.warn(
+            log,
             "dynamic sampling: %d prompts are fewer than %d batches of %d; none is drawn twice for one rollout",
             len(questions),
             rounds,
@@ -135,7 +137,8 @@ def announce(questions: list[Question], pass_rates: dict[str, tuple[int, int]] |
     )
     log.info(message, len(known), len(questions), expected, chance)
     if expected > bound:
-        log.warning(
+        dist.warn(
+            log,
             "dynamic sampling cannot fill its rollouts: %.3f of the groups are expected to collapse, %d batches bear %.3f. Raise max_resample_times "
             "to %d, filter the prompts by difficulty, or raise num_generations.",
             expected, rounds, bound, math.ceil(1 / (1 - expected)),

@@ -218,8 +218,8 @@ def main() -> None:
         check_arguments(model_args, data_args, rollout_args, objective, chord_args, args)
     output_dir = Path(args.output_dir)
     run.start(output_dir, args)
-    if (text := off_policy_warning(rollout_args, objective)) and dist.is_main():
-        log.warning("%s", text)
+    if text := off_policy_warning(rollout_args, objective):
+        dist.warn(log, "%s", text)
     tokenizer = run.load_tokenizer(model_args.model_name_or_path)
 
     # Data and reward functions first: what is wrong with them must be known before a large model is loaded.
@@ -280,7 +280,7 @@ def main() -> None:
     if measured:
         setup.pass_rates, setup.prior = measured.rates, fit_prior(measured.rates.values())
         for text in difficulty.stale_warnings(measured, fingerprint=model.base.fingerprint, run=config.resolved(*all_args)):
-            log.warning("%s", text)
+            dist.warn(log, "%s", text)
     if chord:
         chord.check(model.sharded, tokenizer, model_args.compute_dtype)
     backend.start()
@@ -334,9 +334,8 @@ def main() -> None:
         values: dict[str, float | None] = {}
         experts = chord.micro_batches(state.step) if chord else []
         if not experts and window[0] == 0 and (objective.beta == 0 or window[2] == 0):
-            if dist.is_main():
-                why = rollout.idle[position % args.num_minibatches]
-                log.warning("step %d skipped: nothing in its mini-batch trains; %s", state.step + 1, why)
+            why = rollout.idle[position % args.num_minibatches]
+            dist.warn(log, "step %d skipped: nothing in its mini-batch trains; %s", state.step + 1, why)
             loss, grad_norm, skipped, figures, balance, load = None, None, True, {}, None, None
         else:
             if chord:

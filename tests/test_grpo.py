@@ -166,6 +166,19 @@ def test_without_signal_nothing_is_trained(tiny_dir, grpo, files, tmp_path):
     assert line["reward"] is None and line["rewards"] == {"nobody": None} and line["advantage"] == 0.0
 
 
+def test_what_data_and_rewards_lack_is_said_before_the_model_is_loaded(tiny_dir, grpo, tmp_path):
+    for options, message in (
+        (("--num_prompts_per_step=16",), "gives 12 prompts but one optimizer step needs 16 (num_prompts_per_step): add prompts, or lower"),
+        (
+            ("--reward_funcs=grpo.rewards:choice_f1", "--reward_weights=1"),
+            "train.jsonl:1: id 'train-0' cannot be scored: grpo.rewards:choice_f1: column `answer` must hold letters, like 'a,c' or ['a', 'c']; "
+            "it holds None. 12 of 12 rows are like that",
+        ),
+    ):
+        done = grpo(tiny_dir("llama"), tmp_path / "run", *options, ranks=1, check=False)
+        assert done.returncode == 1 and message in done.stderr and "sharded" not in done.stderr
+
+
 # ---- one rollout ahead
 
 SERVER = '''

@@ -395,6 +395,7 @@ def test_a_run_and_its_resume(tiny_dir, launch, tmp_path):
         data = (f"--model_name_or_path={tiny_dir('llama')}", f"--train_files={tmp_path / 'train.jsonl'}", f"--output_dir={output}")
         data += (f"--difficulty_file={tmp_path / 'd.jsonl'}", f"--max_steps={steps}")
         done = launch("grpo.train", *data, *OPTIONS, *more, env={"PYTHONPATH": str(tmp_path)}, **{"ranks": 2} | kwargs)
+        assert "[rank 1] WARNING" not in done.stderr  # what all ranks know is said once
         return read_metrics(output) if done.returncode == 0 else done.stderr
 
     whole = train(tmp_path / "whole", 6)
@@ -424,4 +425,5 @@ def test_a_run_and_its_resume(tiny_dir, launch, tmp_path):
         kept = left
     assert any(line["grpo/surplus"] for line in whole) and any(line["grpo/batches"] > 1 for line in whole)
     log = (tmp_path / "whole" / "run.log").read_text()
+    assert "dynamic_sampling (the groups that are left over) trains on answers of weights one rollout old" in log
     assert "fills it up to a collapse rate of 0.667" in log and "by the pass rates of 40 of 40 prompts" in log
