@@ -55,7 +55,7 @@ class PollStop(StoppingCriteria):
         self.tokens += 1
         if time.monotonic() > self.reported + 60:
             self.reported = time.monotonic()
-            log.info("rollout: token %d of at most %d of %d answers", self.tokens, self.max_new_tokens, len(input_ids))
+            log.info("generate: token %d of at most %d of %d answers", self.tokens, self.max_new_tokens, len(input_ids))
         return torch.full((len(input_ids),), self.poll(), dtype=torch.bool, device=input_ids.device)
 
 

@@ -10,7 +10,7 @@ A question is a row of JSON Lines or Parquet with `answer` and one of:
 in the right answer), `num_choices`, `file`, and for IgakuQA's ids (112A1) `year` (112 is 2018) and `section` (A), unless the row has them.
 
 A prediction file holds lines with `id` (or `problem_id`) and `prediction` ("a,c"); those by `common.evaluate run` hold `answer` and columns
-too, so nothing else is needed to mark them. Several lines with one id are samples of it.
+too, so nothing else is needed to mark them. Several lines with one id are samples of it; where they have numbers (`sample`), each comes once.
 """
 
 import json

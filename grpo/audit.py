@@ -459,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.baseline_prompts < 1:
             raise ValueError(f"--baseline_prompts is {args.baseline_prompts}; it must be at least 1")
         result = audit(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # a reward function that fails, servers that are gone

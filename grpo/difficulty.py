@@ -429,7 +429,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         return {"measure": measure, "filter": filter_rows, "report": report}[command](arguments[1:])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:

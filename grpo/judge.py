@@ -366,6 +366,9 @@ def report(arguments: list[str]) -> int:
     calls = [line for line in lines if "function" in line]
     if not calls:
         raise ValueError(f"{args.log} holds no judged answers")
+    names = {"accuracy", "helpfulness", "chars", "failures", "process", "total"}
+    if missing := next((sorted(names - set(call)) for call in calls if names - set(call)), None):
+        raise ValueError(f"{args.log} is no log of a judge: a line has no {', '.join(missing)}")
     for function in sorted({call["function"] for call in calls}):
         mine = [call for call in calls if call["function"] == function]
         count = sum(len(call["accuracy"]) for call in mine)
