@@ -245,7 +245,8 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_many_end_the_run(
     assert metrics[-1]["skipped_steps"] == 1
     assert sum(line["loss"] != line["loss"] for line in metrics) == 1
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert f"{train}:6" in (tmp_path / "run" / "run.log").read_text()  # the row is named
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert f"{train}:6" in log and "1 of 12 steps were skipped: their warnings above say why" in log  # the row is named
 
     train.write_text("".join(json.dumps({"prompt": "~", "completion": f"bad {i}"}) + "\n" for i in range(24)))
     ended = sft(model, tmp_path / "bad", "--max_steps=12", "--packing=false", "--max_skipped_steps=3", train=train, check=False)
