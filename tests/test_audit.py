@@ -208,6 +208,9 @@ def test_wrong_use(run, folder, tmp_path, capsys):
     assert "leave out --skip" in error("--skip", "vowels", "--baseline")
     assert "--skip judge: the run's rewards are vowels" in error("--skip", "judge")
     assert "go with --baseline" in error("--server", "http://node7:8000")
+    write(tmp_path / "bare.jsonl", [{k: v for k, v in row.items() if k != "scale"} for row in lines_of(folder / "train.jsonl")])
+    assert audit.main([str(run), "--data", str(tmp_path / "bare.jsonl")]) == 1
+    assert "failed on prompt" in (err := capsys.readouterr().err) and "--skip NAME leaves" in err and "on_reward_error" not in err
     (run / "audit.json").unlink(missing_ok=True)
     (run / "audit.json").symlink_to(folder / "train.jsonl")
     assert "audit.json would be written, but it is what is read as" in error("--data", folder / "train.jsonl")

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from conftest import ROOT
 
 from common import evaluate
 from common.answers import f1, gold_of, is_right, read_answer
@@ -288,6 +289,11 @@ def test_files_that_are_not_what_they_should_be(tmp_path, scored):
     lines[0]["columns"] = None
     code, result = scored("score", "--predictions", write(tmp_path / "null.jsonl", lines), "--group_by", "part")
     assert code == 0 and [row["value"] for row in result["groups"]] == ["", "(none)", "y"]
+
+
+def test_common_imports_no_trainer():
+    for path in (ROOT / "common").glob("*.py"):
+        assert not re.search(r"^\s*(from|import) (sft|dpo|grpo)\b", path.read_text(encoding="utf-8"), re.MULTILINE), path
 
 
 # ---- run
