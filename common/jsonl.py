@@ -110,7 +110,7 @@ def write_lines(path: str | os.PathLike, lines: Iterable[dict]) -> None:
     """A whole file, under a temporary name, renamed when all is on the disk."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")  # not x.tmp beside x.jsonl, which may be somebody's
     with open(temporary, "w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
