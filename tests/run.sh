@@ -2,8 +2,8 @@
 #
 # Makes the training environment when it is missing or behind its requirement files, and runs the tests.
 #
-#   bash tests/run.sh                 all tests; those whose program is not installed are skipped and say so
-#   bash tests/run.sh --core          without vLLM and Slurm: under 10 minutes on two cores
+#   bash tests/run.sh                 all tests, 36 minutes on two cores; those whose program is not installed are skipped and say so
+#   bash tests/run.sh --core          without vLLM and Slurm: about 22 minutes on two cores
 #   bash tests/run.sh --core -x tests/test_data.py -k order        everything else goes to pytest
 #
 # ENV_DIR, PYTHON, TORCH_INDEX_URL: see env/setup.sh. Exit status: pytest's (0 all passed), or that of the set-up.
