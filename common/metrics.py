@@ -94,6 +94,17 @@ def memory_gib(device: torch.device | None = None) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes that this process may still allocate on `device` (this rank's)."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.local_world_size()
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 // dist.local_world_size()
+
+
 def memory_figures() -> dict[str, float]:
     """Peak memory of this process's fullest device, and of each one where it has several."""
     each = [memory_gib(device) for device in dist.devices()]

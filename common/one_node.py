@@ -6,7 +6,6 @@ quantised on the first device, and moved to its own. `OneNodeModel` is used like
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from common.families import family_of
 from common.fsdp import LocalShard
 from common.logprobs import CHUNK_ELEMENTS_CUDA, LogpModel
 from common.lora import Adapters
-from common.metrics import ModelFlops
+from common.metrics import ModelFlops, free_memory
 from common.skeleton import build_skeleton
 from common.tensor_files import Checkpoint, sha256_of_tensor
 from common.weights import Converter, Loader
@@ -178,17 +177,6 @@ def plan_memory(model: PreTrainedModel, work: Work, capacities: list[float]) -> 
     return MemoryPlan(device_of, [needed(figure) for figure in figures], figures, capacities)
 
 
-def free_bytes(device: torch.device) -> float:
-    """What may still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Loading
 
@@ -218,7 +206,7 @@ def build_model(args: ModelArguments, work: Work) -> run.Model:
     adapters, selection = lora.add(model, Adapters.of(args), args.trainable_layers, getattr(torch, args.master_dtype))
     log.info("%s", freeze.describe(selection, model))
     flops = ModelFlops(model, family, selection)
-    memory = plan_memory(model, work, [free_bytes(device) for device in devices])
+    memory = plan_memory(model, work, [free_memory(device) for device in devices])
     memory.check()
     log.info(
         "memory, estimated for rows of %d tokens and %d answers of %d + %d tokens at a time:\n  %s",

@@ -21,6 +21,7 @@ import transformers
 from common import attention, config, dist, fp8, fsdp, logprobs, run
 from common.config import DataArguments, ModelArguments
 from common.data import Bins, TokenizedDataset
+from common.jsonl import write_json
 from dpo import data as pair_data
 from dpo.data import answer_sums, collate_pairs, rows_of_rank
 
@@ -107,10 +108,7 @@ def check_key(folder: Path, key: dict) -> None:
     """Writes key.json into a new folder; ValueError that names what differs where there is one of something else."""
     path = folder / "key.json"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(key, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, key)
         return
     try:
         saved = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -11,7 +11,7 @@ from common import one_node, run
 from common.config import DataArguments, ModelArguments, TrainArguments
 from common.one_node import Work
 from grpo.rollout import Completion, Prompt, Question, RolloutArguments, SyncReport
-from grpo.twin import sample_all
+from grpo.twin import sample_all, samples_of_rank
 
 
 def build_model(
@@ -49,8 +49,7 @@ class OneNodeBackend:
         pass
 
     def generate(self, prompts: list[Prompt], num_generations: int, *, seed: int, poll: Callable[[], bool], **sampling) -> list[Completion]:
-        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].prompt_ids), i))  # neighbours of one length: little padding
-        wanted = [(prompts[i], sample) for i in order for sample in range(num_generations)]
+        wanted = samples_of_rank(prompts, num_generations)
         with self.model.generating() as model:
             return sample_all(
                 model, wanted, self.batch_size, self.stop_ids, self.pad_id, version=self.version, seed=seed, poll=poll, **sampling

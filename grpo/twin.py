@@ -6,11 +6,9 @@ its share of the answers and frees the twin again. The whole model must fit besi
 """
 
 import logging
-import os
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,6 +18,7 @@ from common import dist, run
 from common.config import ModelArguments
 from common.decode import sample_batch
 from common.fsdp import model_name
+from common.metrics import free_memory
 from common.skeleton import build_skeleton
 from common.weights import release_free_memory
 from grpo.rollout import Completion, Prompt, SyncReport
@@ -67,9 +66,7 @@ class HfBackend:
         seed: int,
         poll: Callable[[], bool],
     ) -> list[Completion]:
-        # Long prompts first and neighbours of one length together: little padding, and the ranks get equal shares.
-        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].prompt_ids), i))
-        mine = [(prompts[i], sample) for i in order for sample in range(num_generations)][dist.rank() :: dist.world_size()]
+        mine = samples_of_rank(prompts, num_generations)
         self._check_fit(max(len(prompt.prompt_ids) for prompt in prompts) + max_new_tokens, min(self.batch_size, max(len(mine), 1)))
         self._fill()
         try:
@@ -152,15 +149,11 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
         return None, leaf
 
 
-def free_memory() -> int:
-    """Bytes that this rank may still allocate on its device."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.local_world_size()
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024 // dist.local_world_size()
+def samples_of_rank(prompts: list[Prompt], num_generations: int) -> list[tuple[Prompt, int]]:
+    """(prompt, number of the sample) that this rank draws. Long prompts first and neighbours of one length together: little padding, and the
+    ranks get equal shares."""
+    order = sorted(prompts, key=lambda prompt: -len(prompt.prompt_ids))
+    return [(prompt, sample) for prompt in order for sample in range(num_generations)][dist.rank() :: dist.world_size()]
 
 
 def sample_all(

@@ -3,7 +3,9 @@
 import json
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from fake_server import Listener
 
 
 class FakeChat:
@@ -44,13 +46,6 @@ class FakeChat:
 
             def log_message(self, *_):
                 pass
-
-        class Listener(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, *_):
-                pass  # a client that went away
 
         self.http = Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"

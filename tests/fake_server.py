@@ -15,6 +15,14 @@ from torch.distributed import TCPStore
 from common import wire
 
 
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, *_):
+        pass  # a client that went away
+
+
 class FakeServer:
     """faults: {path or rpc method: action}; an action is an HTTP status, "hang", or a function of the answer that changes it."""
 
@@ -45,13 +53,6 @@ class FakeServer:
 
             def log_message(self, *_):
                 pass
-
-        class Listener(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, *_):
-                pass  # a client that went away
 
         self.http = Listener(("127.0.0.1", port), Handler)
         self.port = self.http.server_address[1]

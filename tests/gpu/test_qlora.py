@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import attention, dist, lora, nf4, one_node
+from common import attention, dist, lora, metrics, nf4, one_node
 from common.config import ModelArguments
 from common.logprobs import LogpModel
 from common.lora import Adapters
@@ -122,7 +122,7 @@ def test_memory_stays_within_the_plan(one_process, monkeypatch):
         parameter.requires_grad_(False)
     adapters, selection = lora.add(model, Adapters(8, 16.0, 0.05, ATTENTION), "all", torch.float32)
     work = Work(row_tokens=8192, answers=32, prompt_tokens=2048, completion_tokens=32)
-    plan = plan_memory(model, work, [one_node.free_bytes(device) for device in devices])
+    plan = plan_memory(model, work, [metrics.free_memory(device) for device in devices])
     print("\n" + "\n".join(plan.lines()))
     units = [Unit(path, path, ()) for path in model.decoder_layer_paths] + [Unit("", "", ())]
 
