@@ -360,7 +360,7 @@ class Servers:
 
     def _failed(self, error: ServerError, pair: Pair, server: Http, tries: dict, down: dict) -> Exception | None:
         """What ends the whole, where trying again would not help."""
-        if error.status is not None and error.status < 500 and error.status != 429:
+        if error.refused:
             return ValueError(f"question {pair[0].id} was refused: {error}")
         tries[pair[0].id, pair[1]] = tried = tries.get((pair[0].id, pair[1]), 0) + 1
         if tried >= self.MAX_TRIES:
@@ -376,7 +376,7 @@ class Servers:
         try:
             server.call("/health", method="GET", timeout=self.CALL_SECONDS)
         except ServerError as error:
-            return error.status is not None and error.status < 500  # a server without that route
+            return error.refused  # a server without that route
         return True
 
     def _body(self, ask: Ask, sampling: Sampling) -> dict:

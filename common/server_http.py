@@ -17,6 +17,11 @@ class ServerError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def refused(self) -> bool:
+        """The server is well, but takes no such request: another try would end alike. 429 is no refusal: too many requests at present."""
+        return self.status is not None and self.status < 500 and self.status != 429
+
 
 class Http:
     """JSON over HTTP to one server. No retries, no proxies, no redirects; a deadline on every call."""

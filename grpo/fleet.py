@@ -179,7 +179,7 @@ class Fleet:
                 return None
             if error.status is None:  # whoever answers at this address later may hold other weights
                 endpoint.give_up(str(error))
-            elif error.status < 500:
+            elif error.refused:
                 raise ValueError(f"prompt {request.id} was refused: {error}") from None
             elif endpoint.usable:
                 log.warning("prompt %s: %s", request.id, error)

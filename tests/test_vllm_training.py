@@ -49,7 +49,7 @@ def base(tiny_dir) -> Path:
 
 @pytest.fixture(scope="module")
 def starting(base, tmp_path_factory):
-    with VllmServer(base, tmp_path_factory.mktemp("vllm") / "log", "--enable-scale-out") as server:
+    with VllmServer(base, tmp_path_factory.mktemp("vllm") / "log") as server:
         yield server
 
 

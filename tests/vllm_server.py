@@ -21,6 +21,13 @@ def rollout_python() -> Path | None:
     return Path(sys.executable) if find_spec("vllm") else None
 
 
+def knows_scale_out(python: Path | str) -> bool:
+    """A vLLM that has the option serves prompts of ids only with it; an older one refuses the option. As slurm/server.sh finds out."""
+    command = [str(python), "-c", "import importlib.util as u; print(*u.find_spec('vllm').submodule_search_locations)"]
+    package = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    return any("enable_scale_out" in file.read_text(errors="ignore") for file in (package / "entrypoints").rglob("*.py"))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,7 +59,7 @@ class VllmServer:
             "--max-model-len", "512", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
             "--weight-transfer-config", '{"backend": "nccl"}' if stock else '{"backend": "c10d"}',
             *(() if stock else ("--worker-extension-cls", "common.vllm_worker.WorkerExtension")),
-            *(() if tokenizer else ("--skip-tokenizer-init",)), *options,
+            *(() if tokenizer else ("--skip-tokenizer-init",)), *(("--enable-scale-out",) if knows_scale_out(python) else ()), *options,
         ]  # fmt: skip
         if workers > 1:
             options += ["--tensor-parallel-size", str(workers)]
