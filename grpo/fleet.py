@@ -78,7 +78,9 @@ class Endpoint:
 
     def sample(self, request: Request, timeout: float) -> list[Choice]:
         if self.tokens_route:
-            body = {"token_ids": request.prompt_ids, "sampling_params": request.params | {"n": request.num_generations, "logprobs": 0}}
+            # vLLM up to 0.26 takes output_kind from here, and by default leaves out answers that ended before the last one did.
+            params = request.params | {"n": request.num_generations, "logprobs": 0, "output_kind": FINAL_ONLY}
+            body = {"token_ids": request.prompt_ids, "sampling_params": params}
             answer = self.http.call("/inference/v1/generate", body, timeout=timeout)
             choices = [_token_choice(choice) for choice in answer["choices"]]
         else:
@@ -94,6 +96,7 @@ class Endpoint:
         return choices
 
 
+FINAL_ONLY = 2  # of vLLM's RequestOutputKind
 NO_LOGP = -9000.0  # vLLM writes -9999 where it has none
 
 
