@@ -285,7 +285,7 @@ def test_a_transposed_square_matrix_shows_in_the_probe(setting, monkeypatch):
             return {name: value.t().contiguous() if name.endswith("k_proj.weight") else value for name, value in named.items()}
 
         patch.setattr(sync, "_gather", transposed)
-        with pytest.raises(SyncError, match="log-probabilities of 384 sampled tokens differ from the trainer's"):
+        with pytest.raises(SyncError, match="log-probabilities of 128 sampled tokens differ from the trainer's"):
             backend.sync(backend.version)
     backend.sync(backend.version)
     assert distance(model, rollout(backend)) < NOISE
