@@ -223,7 +223,8 @@ def measure_baseline(setup: Setup, prompts: Prompts, num_rollouts: int) -> None:
         drawn |= {question.id: question for question in questions}
     questions = spread([*drawn.values()], setup.rollout_args.baseline_prompts)
     experience.sync(setup, 0)
-    args, seed, kept = setup.rollout_args, experience.rollout_seed(setup, 0), experience.keep_finished(setup, 0)
+    args, seed = setup.rollout_args, experience.rollout_seed(setup, 0)
+    kept, _ = experience.keep_finished(setup, 0)
     answers, stopped = experience.generate(setup, questions, args.num_generations, args.temperature, seed, kept)
     if stopped:
         return experience.write_unfinished(setup, [answer.completion for answer in answers], questions, 0)

@@ -216,7 +216,9 @@ def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
     With dynamic sampling: of as many batches as it takes, and what is left over goes to `setup.surplus`. A collective.
     """
     args, rewards, first_step = setup.rollout_args, setup.reward_args, state.step + 1
-    finished = keep_finished(setup, first_step)
+    start = time.perf_counter()
+    finished, ahead_seconds = keep_finished(setup, first_step)
+    waited = time.perf_counter() - start
     epoch, offset = state.epoch, state.offset
     generated: list[Answer] = []
     seconds = {"rollout": 0.0, "reward": 0.0}
@@ -269,8 +271,8 @@ def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
     figures = reward_figures(generated, "grpo/") | collapse_figures(setup, filled, groups_of(generated))
     tokens = sum(len(answer.completion.completion_ids) for answer in generated)
     figures |= {
-        "perf/rollout_seconds": seconds["rollout"],
-        "perf/rollout_tokens_per_second": tokens / seconds["rollout"],
+        "perf/rollout_seconds": waited + seconds["rollout"],  # that training stood still for it
+        "perf/rollout_tokens_per_second": tokens / (ahead_seconds + seconds["rollout"]),
         "perf/reward_seconds": seconds["reward"],
         "perf/sync_seconds": report.seconds,
     }
@@ -339,14 +341,15 @@ def read_on_all(path: Path) -> list[dict] | None:
     return dist.broadcast_object(lines)
 
 
-def keep_finished(setup: Setup, first_step: int) -> list[Completion]:
-    """Answers for this rollout that exist: of a run that was stopped in the middle of it, and what was generated ahead."""
+def keep_finished(setup: Setup, first_step: int) -> tuple[list[Completion], float]:
+    """Answers for this rollout that exist: of a run that was stopped in the middle of it, and what was generated ahead; seconds of the latter."""
     path = rollout_path(setup.output_dir, "unfinished", first_step)
-    kept = [completion_of(line) for line in read_on_all(path) or []]
+    kept, seconds = [completion_of(line) for line in read_on_all(path) or []], 0.0
     if setup.ahead is not None:
         kept += setup.ahead.take()
+        seconds = setup.ahead.seconds
         setup.ahead = None
-    return kept
+    return kept, seconds
 
 
 def write_unfinished(setup: Setup, completions: list[Completion], questions: list[Question], first_step: int) -> None:

@@ -333,8 +333,17 @@ class Ahead:
         self.questions = questions
         poll = StopPoll(stop_file, in_training=True)
         prompts = [question.as_prompt() for question in questions]
+        self.seconds = 0.0  # of generation, once it is over
+
+        def generate() -> list[Completion]:
+            start = time.perf_counter()
+            try:
+                return backend.generate(prompts, num_generations, seed=seed, poll=poll, **sampling)
+            finally:
+                self.seconds = time.perf_counter() - start
+
         self._executor = ThreadPoolExecutor(1)
-        self._future = self._executor.submit(backend.generate, prompts, num_generations, seed=seed, poll=poll, **sampling)
+        self._future = self._executor.submit(generate)
 
     def wait(self) -> None:
         """Until nothing is in flight any more; nothing else may use the back-end before."""

@@ -2,8 +2,9 @@
 
     python tests/bench/grpo_lag.py --work /tmp/bench [--layers 8] [--out results.json]
 
-8 layers of Qwen3-30B-A3B shapes, random weights; 16 prompts, 8 answers of 256 tokens to each, one optimizer step a rollout, everything trains and is
-sent after each step. The reward is a stand-in (a share of letters), so that groups carry signal. Medians over the last steps.
+8 layers of Qwen3-30B-A3B shapes, random weights; 32 prompts of about 500 tokens, 8 answers of 128 tokens to each, so that a rollout and the training
+on it take about as long; one optimizer step a rollout, everything trains and is sent after each step. The reward is a stand-in (a share of letters),
+so that groups carry signal. Medians over the last steps.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
-STEPS, ANSWER = 8, 256
+STEPS, PROMPT_WORDS, ANSWER = 6, 90, 128
 PARTS = ("rollout", "old_logps", "train", "sync")
 
 
@@ -31,11 +32,11 @@ def train(work: Path, model: Path, url: str, lag: int) -> list[dict]:
         "model_name_or_path": model,
         "train_files": work / "prompts.jsonl",
         "output_dir": output,
-        "max_length": 512,
+        "max_length": 1024,
         "max_completion_length": ANSWER,
-        "num_prompts_per_step": 16,
+        "num_prompts_per_step": 32,
         "num_generations": 8,
-        "per_device_train_batch_size": 32,
+        "per_device_train_batch_size": 16,
         "mask_truncated_completions": "false",
         "rollout_backend": "vllm",
         "vllm_servers": url,
@@ -72,13 +73,13 @@ def main() -> None:
     make_model(model, num_hidden_layers=args.layers)
     with open(work / "prompts.jsonl", "w", encoding="utf-8") as stream:
         for row in range(400):
-            stream.write(json.dumps({"id": f"q{row}", "prompt": words(8, row)}) + "\n")
+            stream.write(json.dumps({"id": f"q{row}", "prompt": words(PROMPT_WORDS, row)}) + "\n")
     env = {"CUDA_VISIBLE_DEVICES": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     results = {}
-    with VllmServer(model, work / "lag-server.log", "--gpu-memory-utilization", "0.6", env=env) as server:
+    with VllmServer(model, work / "lag-server.log", "--gpu-memory-utilization", "0.6", "--max-model-len", "1024", env=env) as server:
         server.wait(600)
         for lag in (0, 1):
-            lines = train(work, model, server.url, lag)[3:]
+            lines = train(work, model, server.url, lag)[2:]
             figures = {"step": statistics.median(line["perf/seconds"] for line in lines)}
             figures |= {part: statistics.median(line[f"perf/{part}_seconds"] for line in lines) for part in PARTS}
             results[f"lag {lag}"] = figures | {
