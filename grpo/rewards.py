@@ -33,9 +33,11 @@ def right_letters(answer) -> set[str]:
 
 
 def check_letters(columns: dict) -> None:
-    right_letters(columns.get("answer"))
-    if not isinstance(columns.get("choices"), (list, tuple, type(None))):
-        raise ValueError(f"column `choices` must be a list; it holds {columns['choices']!r}")
+    gold, listed = right_letters(columns.get("answer")), columns.get("choices")
+    if not isinstance(listed, (list, tuple, type(None))):
+        raise ValueError(f"column `choices` must be a list; it holds {listed!r}")
+    if listed and max(gold) > chr(ord("a") + len(listed) - 1):  # else no answer to it would ever be right
+        raise ValueError(f"column `answer` holds {columns['answer']!r}, but there are {len(listed)} choices")
 
 
 def _choice_pairs(completions, answer, choices_column):

@@ -380,11 +380,13 @@ def main() -> None:
             progress.set_postfix(reward=f"{values['grpo/reward'] or 0:.3f}", refresh=False)
         progress.update()
 
-        if held_out and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
-            with saved_when_servers_are_lost(save):
-                values |= evaluate(setup, held_out, state.step)
-        if values:
-            metrics.log(state.step, values)
+        try:
+            if held_out and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
+                with saved_when_servers_are_lost(save):
+                    values |= evaluate(setup, held_out, state.step)
+        finally:  # an evaluation that fails does not take the step's figures with it
+            if values:
+                metrics.log(state.step, values)
         if args.save_steps and (last or state.step % args.save_steps == 0):
             save()
         if values:

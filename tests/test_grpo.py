@@ -36,6 +36,11 @@ def nobody(prompts, completions, **_):
 def alike(prompts, completions, **_):
     return [1.05] * len(completions)
 
+def small_scales(prompts, completions, scale, **_):
+    if scale[0] > 5:
+        raise ValueError("a scale above 5")
+    return [float(len(text)) for text in completions]
+
 def short(prompts, completions, **_):
     return [None if len(text) > 60 else -float(len(text)) for text in completions]
 """
@@ -164,6 +169,16 @@ def test_without_signal_nothing_is_trained(tiny_dir, grpo, files, tmp_path):
         assert all(torch.equal(trained[tensor], base[tensor]) for tensor in base)
     line = json.loads((tmp_path / "nobody" / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0])
     assert line["reward"] is None and line["rewards"] == {"nobody": None} and line["advantage"] == 0.0
+
+
+def test_an_evaluation_that_fails_leaves_the_steps_figures(tiny_dir, grpo, files, tmp_path):
+    row = json.loads((files / "eval.jsonl").read_text().splitlines()[0])
+    (tmp_path / "eval.jsonl").write_text(json.dumps(row | {"scale": 9.0}))
+    options = ("--max_steps=2", "--eval_steps=2", f"--eval_files={tmp_path / 'eval.jsonl'}", "--save_steps=0", "--reward_weights", "1")
+    done = grpo(tiny_dir("llama"), tmp_path / "run", *options, "--reward_funcs", "my_rewards:small_scales", ranks=1, check=False)
+    assert done.returncode == 1 and "a scale above 5" in done.stderr
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2] and "grpo/reward" in lines[1] and "eval/reward" not in lines[1]
 
 
 def test_what_data_and_rewards_lack_is_said_before_the_model_is_loaded(tiny_dir, grpo, tmp_path):

@@ -171,21 +171,23 @@ def test_rows_that_cannot_be_scored_are_known_before():
     with RewardPool(RewardArguments(["grpo.rewards:choice_f1", "my_rewards:crash"], reward_workers=2)) as scorer:
         rows = [(f"f:{i}", {"answer": "a", "choices": None}) for i in range(1, 250)]
         rows += [("f:250", {"answer": None}), ("f:251", {}), ("f:252", {"answer": ["b"], "choices": "abc"})]
+        rows += [("f:253", {"answer": "a,C", "choices": ["1", "2", "3"]}), ("f:254", {"answer": "a,d", "choices": ["1", "2", "3"]})]
         wrong = scorer.check(rows)
-    assert set(wrong) == {"f:250", "f:251", "f:252"}
+    assert set(wrong) == {"f:250", "f:251", "f:252", "f:254"}
     for place, message in (
         ("f:250", "column `answer` must hold letters"),
         ("f:251", "it holds None"),
         ("f:252", "`choices` must be a list"),
+        ("f:254", "`answer` holds 'a,d', but there are 3 choices"),
     ):
         assert wrong[place].startswith("grpo.rewards:choice_f1: ") and message in wrong[place]
     questions = [Question(where, "", [1], {}, where) for where, _ in rows]
-    message = "f:250: id 'f:250' cannot be scored: grpo.rewards:choice_f1: column `answer` .* 3 of 252 rows are like that .on_bad_row=skip"
+    message = "f:250: id 'f:250' cannot be scored: grpo.rewards:choice_f1: column `answer` .* 4 of 254 rows are like that .on_bad_row=skip"
     with pytest.raises(ValueError, match=message):
         scorable(questions, wrong, "error")
-    assert scorable(questions, wrong, "skip") == questions[:249] and scorable(questions[:249], wrong, "error") == questions[:249]
+    assert scorable(questions, wrong, "skip") == [*questions[:249], questions[252]] and scorable(questions[:249], wrong, "error") == questions[:249]
     with pytest.raises(ValueError, match="3 of 3 rows"):
-        scorable(questions[249:], wrong, "skip")
+        scorable(questions[249:252], wrong, "skip")
 
 
 @pytest.mark.parametrize(
