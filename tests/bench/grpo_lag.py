@@ -83,6 +83,7 @@ def main() -> None:
             figures = {"step": statistics.median(line["perf/seconds"] for line in lines)}
             figures |= {part: statistics.median(line[f"perf/{part}_seconds"] for line in lines) for part in PARTS}
             results[f"lag {lag}"] = figures | {
+                "rollout tokens/s": statistics.median(line["perf/rollout_tokens_per_second"] for line in lines),
                 "weight_lag": lines[-1]["grpo/weight_lag"],
                 "logp_diff_mean": lines[-1]["grpo/logp_diff_mean"],
             }
