@@ -28,12 +28,16 @@ class Http:
 
     def __init__(self, url: str):
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"vllm_servers: {url!r} is no address like http://host:8000")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ValueError(f"{url!r} is no address like http://host:8000 (several servers: separated by spaces)")
         self.url, self.host = url.rstrip("/"), parts.hostname
         self.prefix = parts.path.rstrip("/")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect = lambda timeout: kind(parts.hostname, parts.port, timeout=timeout)
+        self._connect = lambda timeout: kind(parts.hostname, port, timeout=timeout)
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 

@@ -29,6 +29,19 @@ class SyncError(RuntimeError):
     """A server answers, but its weights are not the trainer's."""
 
 
+class OtherBase(SyncError):
+    """A server's own weights, before anything was sent, were not those that the trainer loaded; `experts_only`: only experts' differ."""
+
+    experts_only = False
+
+
+class UnusableServer(ValueError):
+    """A server that can never be given weights, or is another run's: waiting would not help."""
+
+
+REFUSED = -1  # version of a server whose proof failed: what it read itself is overwritten, nobody can compare it any more
+
+
 @dataclass
 class Timeouts:
     """Seconds."""
@@ -42,10 +55,12 @@ class Timeouts:
 class Server:
     """One vLLM server as rank 0 sees it: its control routes, its group, what it holds."""
 
-    def __init__(self, url: str, timeouts: Timeouts, foreign: set[str] = frozenset()):
-        self.http, self.timeouts, self.foreign = Http(url), timeouts, foreign
+    def __init__(self, url: str, timeouts: Timeouts, foreign: set[str] = frozenset(), prefix: str = ""):
+        """prefix: begins the labels of this trainer's weights, so that tokens from another trainer's are not taken for its own."""
+        self.http, self.timeouts, self.foreign, self.prefix = Http(url), timeouts, foreign, prefix
         self.url = self.http.url
         self.group = self.store = None
+        self.group_ids: set[str] = set()  # of all groups that this trainer has made with it
         self.info: dict = {}
         self.boot: list[str] = []
         self.version: int | None = None  # what it provably holds
@@ -73,28 +88,30 @@ class Server:
     def healthy(self) -> bool:
         try:
             self.call("/health", method="GET", timeout=self.timeouts.health)
-        except ServerError:
+        except ServerError as error:
+            if error.status == 404:
+                raise UnusableServer(f"{error}. vllm_servers takes addresses like http://host:8000, without a path such as /v1") from None
             return False
         return True
 
     def describe(self) -> None:
-        """Asks what it is. ValueError when it is no server that can be synced: a longer wait would not help."""
+        """Asks what it is. UnusableServer when it cannot be synced."""
         try:
             workers = self.rpc("sync_describe")
         except ServerError as error:
             if error.status in (400, 404) or "'sync_describe'" in str(error):  # a method that its workers have not
-                raise ValueError(f"{error}\nThis server cannot be given weights. Start it with: {START}") from None
+                raise UnusableServer(f"{error}\nThis server cannot be given weights. Start it with: {START}") from None
             raise
         self.info = workers[0]
         if self.info["engine"] != "C10dEngine":
-            raise ValueError(f"{self.url} uses the weight-transfer engine {self.info['engine']}. Start it with: {START}")
+            raise UnusableServer(f"{self.url} uses the weight-transfer engine {self.info['engine']}. Start it with: {START}")
         if self.info["quantization"]:
-            raise ValueError(
+            raise UnusableServer(
                 f"{self.url} serves {self.info['quantization']} weights; serve a bf16 copy of the base: quantised ones cannot be synced"
             )
         world = self.call("/get_world_size", method="GET")["world_size"]
         if world != len(workers):
-            raise ValueError(
+            raise UnusableServer(
                 f"{self.url} has {world} workers, but only {len(workers)} can be reached: start one server for each data-parallel replica"
             )
         boot = [worker["boot"] for worker in workers]
@@ -102,6 +119,12 @@ class Server:
             if self.boot:
                 log.warning("%s was restarted: it gets all weights", self.url)
             self.boot, self.version, self.needs_full, self.base = boot, None, True, None
+        if self.group_ids and self.info.get("group") not in (None, *self.group_ids):
+            raise UnusableServer(f"another trainer has taken {self.url} since the last sync: every run needs servers of its own")
+        if self.info["version"] == REFUSED and self.base is None:
+            raise UnusableServer(
+                f"{self.url}: an earlier run found that the weights it had read were not the base's. Start it again, with --model of this run"
+            )
         try:
             self.call("/weight_info", method="GET")
             self.has_labels = True
@@ -121,6 +144,7 @@ class Server:
             "master_address": address, "master_port": self.store.port, "world_size": members, "group_id": uuid.uuid4().hex,
             "transport": transport, "timeout": longest,
         }  # fmt: skip
+        self.group_ids.add(info["group_id"])
         joined = wire.in_background(self.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=longest + 10)
         opened = wire.in_background(wire.open_group, transport, self.store, info["group_id"], 0, members, longest)
         try:
@@ -197,7 +221,7 @@ class Server:
         self.clear_cache()
         self.rpc("sync_set_version", version)
         if self.has_labels:
-            self.call("/update_weight_version", {"new_version": str(version)})
+            self.call("/update_weight_version", {"new_version": f"{self.prefix}{version}"})
         if resume:
             self.call("/resume")
         self.version, self.needs_full = version, False

@@ -102,6 +102,7 @@ class C10dEngine(WeightTransferEngine):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.group = self.store = None
+        self.group_id: str | None = None  # of the last group, also after it was left: whose weights these are
         self.report = Report()
         self.touched: set[str] = set()  # modules of the last update
         self._loads = 0  # into parameters, in this update
@@ -128,6 +129,7 @@ class C10dEngine(WeightTransferEngine):
     def _join(self, init_info) -> None:
         info = GroupInfo(**init_info) if isinstance(init_info, dict) else init_info
         self.shutdown()
+        self.group_id = info.group_id
         parallel = self.parallel_config
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         rank = 1 + replica * parallel.world_size + parallel.rank
@@ -321,6 +323,7 @@ class WorkerExtension:
             "pipeline_parallel": parallel.pipeline_parallel_size,
             "architecture": list(model.architectures),
             "engine": type(self.weight_transfer_engine).__name__,
+            "group": getattr(self.weight_transfer_engine, "group_id", None),
         }
 
     def sync_reset(self) -> dict:

@@ -17,6 +17,7 @@ If that fails too: wrong weights raise SyncError, a server that is gone is left 
 import logging
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -24,9 +25,9 @@ import torch
 
 from common import dist, wire
 from common.fsdp import ShardedModel
-from common.server_http import ServerError
+from common.server_http import Http, ServerError
 from common.server_names import WireTensor, closure, foreign_parts, some, wire_tensors
-from common.sync_server import Server, SyncError, Timeouts
+from common.sync_server import REFUSED, OtherBase, Server, SyncError, Timeouts, UnusableServer
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ class WeightSync:
         self.timeouts = timeouts or Timeouts()
         self.wait_seconds = wait_seconds
         self.bucket_bytes = bucket_bytes or (1 << 30 if torch.cuda.is_available() else 64 << 20)
-        self.servers = [Server(url, self.timeouts, foreign_parts(self.converter)) for url in dict.fromkeys(urls)]
+        prefix = uuid.uuid4().hex[:8] + "."
+        urls = dict.fromkeys(Http(url).url for url in urls)
+        self.servers = [Server(url, self.timeouts, foreign_parts(self.converter), prefix) for url in urls]
         if not self.servers:
             raise ValueError("vllm_servers is empty: give the address of at least one server, e.g. http://localhost:8000")
         self.address = address or _address_towards(self.servers[0].http.host)
@@ -148,6 +151,7 @@ class WeightSync:
         """Makes every reachable server hold the current weights as `version`; `full`: sends also what does not train. A collective.
 
         SyncError: a server's weights are not the trainer's even after everything was sent again. ServersLost: none came back in time.
+        UnusableServer: one that no wait would mend.
         """
         dist.rest()
         started, report, failure = time.perf_counter(), Push(), None
@@ -174,7 +178,11 @@ class WeightSync:
             report.servers = [server.url for server in self.servers if server.version == version]
             report.lost = {server.url: str(server.error) for server in self.servers if server.version != version}
             report.boots = {server.url: server.boot for server in self.servers if server.version == version}
-            report.info = {server.url: server.info | {"labels": server.has_labels} for server in self.servers if server.version == version}
+            report.info = {
+                server.url: server.info | {"labels": server.prefix if server.has_labels else None}
+                for server in self.servers
+                if server.version == version
+            }
         dist.beat()
         return dist.broadcast_object(report)
 
@@ -194,6 +202,8 @@ class WeightSync:
                 if not server.healthy():
                     raise ServerError(f"{server.url} does not answer")
                 server.describe()
+                if twin := next((other for other in self.servers if other is not server and other.boot == server.boot), None):
+                    raise UnusableServer(f"vllm_servers: {twin.url} and {server.url} are one server")
                 if before and server.boot != before:
                     report.restarted.append(server.url)
                 if server.group is None or server.boot != before:
@@ -202,7 +212,7 @@ class WeightSync:
                 ready.append(server)
             except ServerError as error:
                 server.fail(error)
-            except (ValueError, SyncError) as error:
+            except (UnusableServer, SyncError) as error:
                 self._failure = error
         return ready
 
@@ -212,7 +222,10 @@ class WeightSync:
     def _outcome(self, version: int, attempt: int, deadline: float) -> tuple[bool, Exception | None]:
         """(finished, error to raise) after an attempt."""
         refused = [server for server in self.servers if isinstance(server.error, SyncError)]
-        if refused and self.fused_experts and any(".experts." in str(server.error) for server in refused):
+        about_experts = any(
+            server.error.experts_only if isinstance(server.error, OtherBase) else ".experts." in str(server.error) for server in refused
+        )
+        if self.fused_experts and about_experts:
             log.warning(
                 "a server does not take the experts of a layer as one tensor: they are sent one by one from now on. %s", refused[0].error
             )
@@ -284,10 +297,13 @@ class WeightSync:
                 if worker[name] != server.base[rank].get(name) and name.rpartition(".")[0] not in narrowed
             ]
             if wrong:
-                raise SyncError(
-                    f"{server.url}: a full update with the base's weights changed parameters: {some(wrong)}. "
-                    f"Was it started with another checkpoint than {self.converter.checkpoint.path}?"
+                error = OtherBase(
+                    f"{server.url}: was it started with another checkpoint than {self.converter.checkpoint.path}? A full update with the base's "
+                    f"weights changed parameters: {some(wrong)}"
                 )
+                error.experts_only = all(".experts." in name for name in wrong)
+                server.rpc("sync_set_version", REFUSED)  # or the next run would find the base's weights there, and nothing to compare
+                raise error
         visible = sum(bool(value) for worker in first for value in worker.values())
         report.checks[f"proof {server.url}"] = {
             "parameters": sum(len(worker) for worker in first), "visible": visible, "equal_base": exact,

@@ -33,7 +33,6 @@ from grpo.rollout import (
     Question,
     RolloutArguments,
     RolloutBackend,
-    SyncReport,
     collect,
     completion_of,
     read_lines,
@@ -95,6 +94,7 @@ class Setup:
     args: GRPOTrainArguments
     output_dir: Path
     synced: int = -1  # optimizer steps behind the weights that the engine has
+    sync_seconds: float = 0.0  # of giving them to it: for the metrics of the next rollout, also where an evaluation did it
     ahead: Ahead | None = None  # the next rollout, where it is generated while this one trains
     ahead_step: int = 0  # the first step that will train on it
     surplus: list[Group] = field(default_factory=list)  # groups with signal that the next rollout begins with
@@ -192,13 +192,11 @@ def generate(
     return [Answer(by_id[c.id], c, text) for c, text in zip(completions, texts, strict=True)], stopped
 
 
-def sync(setup: Setup, version: int) -> SyncReport:
+def sync(setup: Setup, version: int) -> None:
     """Gives the engine the weights of now, unless it has them."""
-    if version == setup.synced:
-        return SyncReport()
-    report = setup.backend.sync(version)
-    setup.synced = version
-    return report
+    if version != setup.synced:
+        setup.sync_seconds += setup.backend.sync(version).seconds
+        setup.synced = version
 
 
 class Made(NamedTuple):
@@ -229,7 +227,7 @@ def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
         write_unfinished(setup, made + [c for c in finished if c.id not in ids], prompts.questions, first_step)
 
     try:
-        report = sync(setup, state.step)
+        sync(setup, state.step)
     except ServersLost:
         keep([])
         raise
@@ -274,8 +272,9 @@ def roll_out(setup: Setup, prompts: Prompts, state: TrainState) -> Made | None:
         "perf/rollout_seconds": waited + seconds["rollout"],  # that training stood still for it
         "perf/rollout_tokens_per_second": tokens / (ahead_seconds + seconds["rollout"]),
         "perf/reward_seconds": seconds["reward"],
-        "perf/sync_seconds": report.seconds,
+        "perf/sync_seconds": setup.sync_seconds,
     }
+    setup.sync_seconds = 0.0
     return Made(answers, figures, epoch, offset)
 
 
@@ -410,7 +409,7 @@ def prepare(setup: Setup, answers: list[Answer], figures: dict[str, float], firs
 
 
 def distance_figures(batches: list[MicroBatch]) -> dict[str, float]:
-    """How far engine and trainer are apart on the tokens that train, and what the correction makes of it."""
+    """How far engine and trainer are apart on the tokens that train, and what the correction makes of it; nothing where no token does."""
     sums = torch.zeros(5, dtype=torch.float64, device=dist.device())
     largest = torch.zeros(1, dtype=torch.float64, device=dist.device())
     for batch in batches:
@@ -420,10 +419,12 @@ def distance_figures(batches: list[MicroBatch]) -> dict[str, float]:
         if len(log_ratio):
             largest = torch.maximum(largest, log_ratio.abs().max().double().to(sums.device))
     absolute, k3, tokens, rejected, weights = dist.all_sum(sums).tolist()
-    tokens = max(tokens, 1.0)
+    largest = dist.all_max(largest).item()
+    if not tokens:
+        return {}  # zeros would look like agreement
     return {
         "grpo/logp_diff_mean": absolute / tokens,
-        "grpo/logp_diff_max": dist.all_max(largest).item(),
+        "grpo/logp_diff_max": largest,
         "grpo/logp_diff_k3": k3 / tokens,
         "grpo/correction_mean": weights / tokens,
         "grpo/correction_rejected": rejected / tokens,
@@ -508,14 +509,18 @@ def on_policy_distance(rollout: Rollout, answers: list[Answer], version: int) ->
     return absolute / tokens if tokens else None
 
 
-def check_first_rollout(setup: Setup, answers: list[Answer], rollout: Rollout) -> None:
-    """The first rollout of a process: rows are apart, and the engine samples from what the trainer computes. RuntimeError otherwise.
-
-    The second is said of answers that the weights of now have sampled: others, left over or generated ahead, are rightly further away.
-    """
+def check_rows(setup: Setup, answers: list[Answer]) -> None:
+    """The first rollout of a process: its rows are apart. RuntimeError otherwise."""
     rows = AnswerRows(answers)
     bins = pack(rows.lengths(), setup.data_args.max_length)
     run.check_packing(setup.model.sharded, collate(rows, bins, [bins.fullest()], pad_to=setup.pad_to), setup.model_args.compute_dtype)
+
+
+def check_engine(setup: Setup, answers: list[Answer], rollout: Rollout, first: bool) -> bool:
+    """Whether a rollout could show that the engine samples from what the trainer computes; RuntimeError where it shows that it does not.
+
+    Of answers that the weights of now have sampled: others, left over or generated ahead, are rightly further away.
+    """
     limit = ENGINE_TOLERANCE[getattr(torch, setup.model_args.compute_dtype)]
     distance = on_policy_distance(rollout, answers, setup.synced)
     if setup.rollout_args.top_p == 1 and distance is not None and not distance <= limit:
@@ -524,10 +529,12 @@ def check_first_rollout(setup: Setup, answers: list[Answer], rollout: Rollout) -
             "it does not have the trainer's weights, or samples in another way (temperature, top_k, penalties)."
         )
     if distance is None:
-        dist.warn(log, "rollout check: no answer of the weights of now trains, so engine and trainer were not compared")
-        return
+        if first:
+            dist.warn(log, "rollout check: no answer of the weights of now trains, so engine and trainer were not compared yet")
+        return False
     log.info(
         "rollout check: log-probabilities of engine and trainer differ by %.2g a token, %.2g at most",
         rollout.figures["grpo/logp_diff_mean"],
         rollout.figures["grpo/logp_diff_max"],
     )
+    return True

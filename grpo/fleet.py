@@ -60,7 +60,7 @@ class Endpoint:
 
     http: Http
     boot: list[str]
-    labels: bool  # says which weights each token came from
+    labels: str | None  # how the labels of this trainer's weights begin; None: it does not say which weights a token came from
     tokens_route: bool  # has /inference/v1/generate
     in_flight: dict[str, int] = field(default_factory=dict)  # request id -> tokens
     usable: bool = True  # until the next sync
@@ -198,8 +198,9 @@ class Fleet:
             if spans is None:
                 return None
             if any(not oldest <= number <= version for number, _, _ in spans):
+                labels = ", ".join(sorted({label for label, _, _ in choice.versions}))
                 endpoint.give_up(
-                    f"tokens came from weights {sorted({n for n, _, _ in spans})}, expected {oldest} to {version}: it was restarted"
+                    f"tokens came from weights {labels}, expected {oldest} to {version}: it was restarted, or another trainer uses it"
                 )
                 return None
             completions.append(Completion(request.id, choice.index, choice.ids, choice.logps, choice.finish_reason, spans))
@@ -223,7 +224,13 @@ class Fleet:
 
 def _spans(choice: Choice, endpoint: Endpoint, asked: int, version: int) -> list[tuple[int, int, int]] | None:
     """(version, start, end) over all tokens; None where nobody can tell."""
-    if choice.versions is None or not endpoint.labels:
+    if choice.versions is None or endpoint.labels is None:
         # Such a server ends what is in flight when it is paused: with no sync in between, all tokens are of one version.
         return [(version, 0, len(choice.ids))] if asked == version else None
-    return [(int(label) if label.isascii() and label.isdigit() else -1, start, end) for label, start, end in choice.versions]
+    prefix = endpoint.labels
+
+    def number(label: str) -> int:
+        digits = label.removeprefix(prefix)
+        return int(digits) if label.startswith(prefix) and digits.isascii() and digits.isdigit() else -1
+
+    return [(number(label), start, end) for label, start, end in choice.versions]

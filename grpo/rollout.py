@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from common import dist, rows
 from common.chat import BadRow, Chat, normalise, template_options
 from common.config import option
+from common.server_http import Http
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,11 @@ class RolloutArguments:
             raise ValueError(f"rollout_lag is {self.rollout_lag}; it must be 0 or 1.")
         if (self.rollout_backend == "vllm") != bool(self.vllm_servers):
             raise ValueError(f"rollout_backend is {self.rollout_backend}, vllm_servers {self.vllm_servers or 'empty'}: they go together.")
+        for url in self.vllm_servers:
+            try:
+                Http(url)
+            except ValueError as error:
+                raise ValueError(f"vllm_servers: {error}") from None
         if self.rollout_lag and self.rollout_backend != "vllm":
             raise ValueError(
                 "rollout_lag: 1 needs rollout_backend: vllm; generation in the trainer's own process cannot overlap with training."

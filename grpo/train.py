@@ -26,6 +26,7 @@ from common.config import DataArguments, ModelArguments
 from common.data import Order, PackedBatch
 from common.metrics import MetricsLog, Performance, max_load, squared_lengths
 from common.optim import AdamW, learning_rate
+from common.sync_server import SyncError, UnusableServer
 from common.weight_sync import ServersLost
 from grpo import audit, difficulty, objectives, one_node
 from grpo.batches import MicroBatch
@@ -34,7 +35,8 @@ from grpo.experience import (
     GRPOTrainArguments,
     Rollout,
     Setup,
-    check_first_rollout,
+    check_engine,
+    check_rows,
     evaluate,
     prepare,
     resume_rollout,
@@ -200,12 +202,14 @@ def make_backend(
 
 
 @contextmanager
-def saved_when_servers_are_lost(save: Callable[[], None]) -> Iterator[None]:
-    """A run whose servers do not come back ends, but keeps the steps since its last checkpoint."""
+def saved_when_servers_fail(save: Callable[[], None], trained: bool) -> Iterator[None]:
+    """A run whose servers do not come back, or cannot be used any more, ends, but keeps the steps since its last checkpoint. These errors are
+    raised on all ranks; after others, which one rank may raise alone, a collective would hang."""
     try:
         yield
-    except ServersLost:
-        save()
+    except (ServersLost, SyncError, UnusableServer):
+        if trained:
+            save()
         raise
 
 
@@ -291,7 +295,7 @@ def main() -> None:
     logged_step = first_step
     model.sharded.train()
     rollout: Rollout | None = None
-    checked = False  # that the engine samples from what the trainer computes
+    checked = compared = False  # rows and rewards; that the engine samples from what the trainer computes
     if held_out and rollout_args.eval_on_start and state.step == 0:
         metrics.log(0, evaluate(setup, held_out, 0))
     if rollout_args.baseline_prompts and state.step == 0:
@@ -305,7 +309,7 @@ def main() -> None:
         position = state.step % updates
         stop = bool(run.agree(run.stop_requested(output_dir))[0])
         if not stop and position == 0:
-            with saved_when_servers_are_lost(save):
+            with saved_when_servers_fail(save, state.step > first_step):
                 made = roll_out(setup, prompts, state)
             run.step_starts()  # the rollout looks for STOP itself
             stop = made is None
@@ -315,9 +319,11 @@ def main() -> None:
                 rollout = prepare(setup, made.answers, made.figures, state.step + 1)
                 if made.answers and not checked:
                     show(made.answers, rollout_args.num_generations)
-                    check_first_rollout(setup, made.answers, rollout)
+                    check_rows(setup, made.answers)
                     audit.check_first_rewards(setup, made.answers)
-                    checked = True
+                if made.answers and not compared:  # the first rollout that can show it
+                    compared = check_engine(setup, made.answers, rollout, first=not checked)
+                checked = checked or bool(made.answers)
                 state.epoch, state.offset = made.epoch, made.offset
         if stop:
             if setup.ahead is not None:
@@ -382,7 +388,7 @@ def main() -> None:
 
         try:
             if held_out and (last or (args.eval_steps and state.step % args.eval_steps == 0)):
-                with saved_when_servers_are_lost(save):
+                with saved_when_servers_fail(save, trained=True):
                     values |= evaluate(setup, held_out, state.step)
         finally:  # an evaluation that fails does not take the step's figures with it
             if values:

@@ -27,7 +27,7 @@ from common.fsdp import ShardedModel
 from common.logprobs import NO_TARGET
 from common.run import Model
 from common.server_http import Http, ServerError
-from common.sync_server import START, SyncError, Timeouts
+from common.sync_server import START, SyncError, Timeouts, UnusableServer
 from common.weight_sync import Push, ServersLost, WeightSync
 from grpo.fleet import Choice, Endpoint, Fleet, GenerationLost, Request
 from grpo.rollout import Completion, Prompt, SyncReport
@@ -137,7 +137,7 @@ class VllmBackend:
                     self._routes[url] = self._has_tokens_route(url)
         problem, self._routes = dist.broadcast_object((problem, self._routes))
         if problem:
-            raise ValueError(problem)
+            raise UnusableServer(problem)
 
     def _has_tokens_route(self, url: str) -> bool:
         try:
@@ -167,7 +167,7 @@ class VllmBackend:
                         refusal = f"{error}\nThis server refuses prompts of ids. Start it with: {START}"
         sampled, failures, refusal = dist.broadcast_object((sampled, failures, refusal))
         if refusal:
-            raise ValueError(refusal)
+            raise UnusableServer(refusal)
         push.servers = [url for url in push.servers if url in sampled]  # prompts go to those whose weights were tested
         if not sampled:
             return {}, f"no server answered the probe: {'; '.join(failures.values())}"

@@ -34,7 +34,7 @@ class FakeServer:
         self.labels, self.paused, self.boot = "default", False, uuid.uuid4().hex
         self.version = 3  # of an earlier trainer; None: holds the base as it read it itself
         self.report: dict = {}
-        self.group = self.store = None
+        self.group = self.store = self.group_id = None
         self.released = threading.Event()
         self.answer_tokens = 6
         self.delay = 0.0
@@ -129,6 +129,7 @@ class FakeServer:
 
     def on_init_weight_transfer_engine(self, body):
         info = body["init_info"]
+        self.group_id = info["group_id"]
         self.store = TCPStore(
             info["master_address"], info["master_port"], info["world_size"], is_master=False,
             timeout=timedelta(seconds=info["timeout"]), wait_for_workers=False,
@@ -175,7 +176,7 @@ class FakeServer:
     def on_sync_describe(self):
         return {
             "boot": self.boot, "version": self.version, "device": "cuda", "quantization": None, "logprobs_mode": "processed_logprobs",
-            "max_model_len": 512, "engine": "C10dEngine",
+            "max_model_len": 512, "engine": "C10dEngine", "group": self.group_id,
         }  # fmt: skip
 
     def on_sync_reset(self):

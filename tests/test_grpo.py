@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from common import run
 from common.config import DataArguments, ModelArguments
+from common.sync_server import SyncError, UnusableServer
+from common.weight_sync import ServersLost
 from dpo import train as dpo_train
 from grpo import train
 from grpo.chord import ChordArguments
@@ -169,6 +171,18 @@ def test_without_signal_nothing_is_trained(tiny_dir, grpo, files, tmp_path):
         assert all(torch.equal(trained[tensor], base[tensor]) for tensor in base)
     line = json.loads((tmp_path / "nobody" / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0])
     assert line["reward"] is None and line["rewards"] == {"nobody": None} and line["advantage"] == 0.0
+
+
+def test_a_run_whose_servers_fail_keeps_its_steps():
+    """What all ranks raise; after what one rank may raise alone, saving together would hang. Nothing is saved where nothing was trained."""
+    for error, trained, count in (
+        (ServersLost("gone"), True, 1), (SyncError("wrong"), True, 1), (UnusableServer("taken"), True, 1), (SyncError("wrong"), False, 0),
+        (ValueError("a prompt"), True, 0),
+    ):  # fmt: skip
+        saved = []
+        with pytest.raises(type(error)), train.saved_when_servers_fail(lambda: saved.append(1), trained):  # noqa: B023 - called at once
+            raise error
+        assert len(saved) == count
 
 
 def test_an_evaluation_that_fails_leaves_the_steps_figures(tiny_dir, grpo, files, tmp_path):

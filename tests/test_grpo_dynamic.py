@@ -21,6 +21,8 @@ from grpo.experience import (
     GRPOTrainArguments,
     Rollout,
     Setup,
+    check_engine,
+    distance_figures,
     on_policy_distance,
     resume_surplus,
     roll_out,
@@ -320,11 +322,23 @@ def test_the_engine_is_judged_by_what_the_weights_of_now_have_sampled():
     mini_batches = make_mini_batches(answers, 2, **options)
     for batch in (batch for batches in mini_batches for batch in batches):
         old = torch.tensor([answers[index].question.id == "old" for index in batch.answers])[batch.row]
-        batch.old = batch.sampled + 0.5 * old + 0.01
+        batch.old, batch.weights = batch.sampled + 0.5 * old + 0.01, torch.ones_like(batch.sampled)
     rollout = Rollout(6, mini_batches, [], {}, 3)
     assert sum(len(batches) for batches in mini_batches) == 4
     distances = [on_policy_distance(rollout, answers, version) for version in (3, 5, 4)]
     assert distances[:2] == pytest.approx([0.51, 0.01], abs=1e-6) and distances[2] is None
+    setup = SimpleNamespace(rollout_args=RolloutArguments(), model_args=ModelArguments("m", compute_dtype="bfloat16"), synced=4)
+    assert not check_engine(setup, answers, rollout, first=True)  # the next rollout is looked at again
+    rollout.figures = distance_figures([batch for batches in mini_batches for batch in batches])
+    setup.synced = 5
+    assert check_engine(setup, answers, rollout, first=False)
+    setup.synced = 3
+    with pytest.raises(RuntimeError, match="differ from the trainer's by 0.51"):
+        check_engine(setup, answers, rollout, first=False)
+
+
+def test_a_distance_of_no_tokens_is_no_agreement():
+    assert distance_figures([]) == {}
 
 
 def test_a_resume_names_what_it_cannot_take_from_the_disk(tmp_path, at_once):

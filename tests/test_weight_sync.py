@@ -14,10 +14,10 @@ from common import dist, run, wire
 from common.config import ModelArguments
 from common.server_http import Http
 from common.server_names import closure, wire_tensors
-from common.sync_server import SyncError, Timeouts
+from common.sync_server import SyncError, Timeouts, UnusableServer
 from common.weight_sync import ServersLost, WeightSync
 from grpo.fleet import Endpoint, Fleet, Request
-from grpo.rollout import Prompt
+from grpo.rollout import Prompt, RolloutArguments
 from grpo.vllm_client import trainer_logps
 from tests.conftest import ROOT
 
@@ -143,7 +143,7 @@ def test_everything_first_then_what_trains(model):
         assert_holds(one, model)
         assert_holds(two, model)
         assert report.checks[f"proof {one.url}"] == {"parameters": len(one.weights), "visible": len(one.weights), "equal_base": False}
-        assert not one.paused and one.labels == "0" and one.version == 0
+        assert not one.paused and one.labels.endswith(".0") and one.version == 0
         train(model)
         report = sync.push(1)
         assert report.changed > 0.5 and report.changed_any
@@ -255,9 +255,17 @@ def test_fresh_weights_must_be_those_that_the_server_read_itself(model):
         assert report.checks[f"proof {server.url}"]["equal_base"]
     with servers() as (server,), syncing(model, [server]) as sync:
         server.version, server.weights = None, expected(model)
-        server.weights["model.layers.0.self_attn.o_proj.weight"] = server.weights["model.layers.0.self_attn.o_proj.weight"] + 1
-        with pytest.raises(SyncError, match="with the base's weights changed parameters: model.layers.0.self_attn.o_proj.weight"):
+        for name in ("mlp.experts.down_proj", "self_attn.o_proj.weight"):
+            server.weights[f"model.layers.0.{name}"] = server.weights[f"model.layers.0.{name}"] + 1
+        message = "was it started with another checkpoint.*changed parameters: model.layers.0.mlp.experts.down_proj .*o_proj.weight"
+        with pytest.raises(SyncError, match=message):
             sync.push(0)
+        assert server.calls.count("sync_zero") == 2 and sync.fused_experts, "once more, not expert by expert"
+        with syncing(model, [server]) as again, pytest.raises(UnusableServer, match="an earlier run found .* Start it again"):
+            again.push(0)
+        server.version, server.boot = None, "restarted"
+        with syncing(model, [server]) as again:
+            assert again.push(0).checks[f"proof {server.url}"]["equal_base"]
 
 
 ROUTES = [
@@ -352,8 +360,34 @@ def test_servers_that_cannot_be_synced_say_how_to_start(model):
         server.faults["/get_world_size"] = lambda _: {"world_size": 4}
         with pytest.raises(ValueError, match="has 4 workers, but only 1 .* one server for each data-parallel replica"):
             sync.push(0)
-    with pytest.raises(ValueError, match="no address like"):
-        Http("localhost:8000")
+    for url in ("localhost:8000", "http://a:810I", "http://a:8101,http://b:8102"):
+        with pytest.raises(ValueError, match=f"^vllm_servers: {url!r} is no address like http://host:8000 .several .*separated by spaces"):
+            RolloutArguments(rollout_backend="vllm", vllm_servers=[url])
+    with servers() as (server,):
+        server.faults["/health"] = 404  # what the path /v1 in an address leads to
+        with syncing(model, [server]) as sync, pytest.raises(UnusableServer, match="without a path such as /v1"):
+            sync.push(0)
+
+
+def test_one_server_under_two_names(model):
+    with servers() as (server,):
+        urls = [server.url, server.url + "/"]
+        assert [s.url for s in WeightSync(model.sharded, urls, timeouts=FAST).servers] == [server.url]
+        sync = WeightSync(model.sharded, [server.url, server.url.replace("127.0.0.1", "localhost")], timeouts=FAST)
+        with pytest.raises(UnusableServer, match=rf"{server.url} and http://localhost:{server.port} are one server"):
+            sync.push(0)
+        sync.close()
+
+
+def test_a_server_that_another_trainer_has_taken(model):
+    """It would hold the other's weights at its next answer: neither its tokens nor another turn of it are wanted."""
+    with servers() as (server,), syncing(model, [server]) as first, syncing(model, [server]) as second:
+        mine = first.push(0).info[server.url]["labels"]
+        assert server.labels == mine + "0"
+        assert second.push(0).info[server.url]["labels"] != mine and not server.labels.startswith(mine)
+        with pytest.raises(UnusableServer, match=f"another trainer has taken {server.url} since the last sync"):
+            first.push(1)
+        assert second.push(1).servers == [server.url]
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -361,7 +395,7 @@ def test_servers_that_cannot_be_synced_say_how_to_start(model):
 
 
 def fleet(started, **options) -> tuple[Fleet, list[Endpoint]]:
-    endpoints = [Endpoint(Http(server.url), [server.boot], True, True) for server in started]
+    endpoints = [Endpoint(Http(server.url), [server.boot], "", True) for server in started]
     return Fleet(endpoints, concurrency=options.pop("concurrency", 4), request_seconds=5.0, timeouts=FAST, **options), endpoints
 
 
@@ -419,7 +453,7 @@ def test_hung_server_is_given_up_long_before_the_request_deadline():
     with servers(2) as (one, two):
         labelled([one, two])
         two.faults |= {"/inference/v1/generate": "hang", "/health": "hang"}
-        endpoints = [Endpoint(Http(server.url), [], True, True) for server in (one, two)]
+        endpoints = [Endpoint(Http(server.url), [], "", True) for server in (one, two)]
         crew = Fleet(endpoints, concurrency=4, request_seconds=3600.0, timeouts=FAST)
         started = time.monotonic()
         completions, missing = run_fleet(crew, requests(12))
@@ -452,6 +486,11 @@ def test_answers_of_other_weights_are_not_taken():
         completions, missing = run_fleet(crew, requests(8), version=7, oldest=7)
         assert not missing and {tuple(c.weight_versions) for c in completions} == {((7, 0, 6),)}
         assert "restarted" in endpoints[1].why and not endpoints[1].usable
+        labelled([two], "ab12.7")  # another trainer's version 7
+        crew, endpoints = fleet([one, two])
+        completions, missing = run_fleet(crew, requests(8), version=7, oldest=7)
+        assert_each_once(completions, 8)
+        assert "weights ab12.7, expected 7 to 7: it was restarted, or another trainer uses it" in endpoints[1].why
         crew, _ = fleet([one])
         completions, missing = run_fleet(crew, requests(8), version=8, oldest=8)
         assert not completions and len(missing) == 8
