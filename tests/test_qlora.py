@@ -391,7 +391,7 @@ def test_stop_while_generating(tiny_dir, files, tmp_path):
 
 
 def test_rewards_teach_through_a_4_bit_base(tiny_dir, launch, tmp_path):
-    """The rule of tests/test_grpo.py, held-out combinations, with adapters alone."""
+    """The rule of tests/test_grpo.py, held-out combinations, with adapters alone. 12 steps teach it on one processor and not on another."""
     write_colours(tmp_path, 0.3)
     launch(
         "sft.train", "--config=sft/configs/tiny.yaml", f"--model_name_or_path={tiny_dir('qwen3_moe')}",
@@ -401,11 +401,11 @@ def test_rewards_teach_through_a_4_bit_base(tiny_dir, launch, tmp_path):
     launch(
         "grpo.train", "--config=grpo/configs/tiny.yaml", f"--model_name_or_path={tmp_path / 'sft' / 'final'}",
         f"--train_files={tmp_path / 'train.jsonl'}", f"--eval_files={tmp_path / 'eval.jsonl'}", f"--output_dir={tmp_path / 'grpo'}",
-        "--max_steps=12", "--save_steps=0", "--eval_on_start=True", "--eval_num_generations=8", "--export_final=False",
+        "--max_steps=24", "--save_steps=0", "--eval_on_start=True", "--eval_num_generations=8", "--export_final=False",
         "--reward_funcs=grpo.rewards:choice_exact", "--quantization=nf4", "--lora_rank=8", "--learning_rate=1e-2", timeout=800,
     )  # fmt: skip
     lines = [line for line in read_metrics(tmp_path / "grpo") if "eval/reward" in line]
-    assert [line["step"] for line in lines] == [0, 12]
+    assert [line["step"] for line in lines] == [0, 24]
     before, after = (line["eval/reward/choice_exact"] for line in lines)
     print(f"exact match {before:.3f} -> {after:.3f}")
-    assert after >= before + 0.2
+    assert after >= before + 0.3
