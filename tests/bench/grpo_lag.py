@@ -9,6 +9,7 @@ so that groups carry signal. Medians over the last steps.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -85,7 +86,7 @@ def main() -> None:
             results[f"lag {lag}"] = figures | {
                 "rollout tokens/s": statistics.median(line["perf/rollout_tokens_per_second"] for line in lines),
                 "weight_lag": lines[-1]["grpo/weight_lag"],
-                "logp_diff_mean": lines[-1]["grpo/logp_diff_mean"],
+                "logp_diff_mean": lines[-1].get("grpo/logp_diff_mean", math.nan),
             }
             print(f"lag {lag} | " + " | ".join(f"{name} {value:.3g}" for name, value in results[f"lag {lag}"].items()), flush=True)
     print(f"lag 1 takes {results['lag 1']['step'] / results['lag 0']['step']:.2f} of the time of lag 0")

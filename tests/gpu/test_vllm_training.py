@@ -59,7 +59,8 @@ def test_two_trainers_and_a_server(setting, launch, tmp_path, trainable, lag):
     )  # fmt: skip
     launch("grpo.train", *options, ranks=2, env={"PYTHONPATH": str(folder)})
     lines = read_metrics(tmp_path / "run")
-    differences = [line["grpo/logp_diff_mean"] for line in lines]
+    differences = [line["grpo/logp_diff_mean"] for line in lines if "grpo/logp_diff_mean" in line]  # where something trained
+    assert len(differences) >= 3
     print(f"{trainable}, lag {lag}: distance of engine and trainer " + " ".join(f"{value:.4f}" for value in differences))
     assert [line["grpo/weight_version"] for line in lines] == ([0, 1, 2, 3, 4, 5] if not lag else [0, 0, 1, 2, 3, 4])
     assert [line["grpo/weight_lag"] for line in lines] == [0] + [lag] * 5
