@@ -210,7 +210,8 @@ def test_grpo_with_adapters(tiny_dir, launch, tmp_path):
     )  # fmt: skip
     lines = read_metrics(output)
     assert lines[0]["grpo/kl"] == pytest.approx(0.0, abs=1e-6) and lines[2]["grpo/kl"] > 1e-3
-    assert all(line["grpo/logp_diff_mean"] < 1e-4 for line in lines), [line["grpo/logp_diff_mean"] for line in lines]
+    differences = [line["grpo/logp_diff_mean"] for line in lines if "grpo/logp_diff_mean" in line]  # where something trained
+    assert differences and max(differences) < 1e-4, differences
     assert abs(lines[1]["grpo/ratio"] - 1) > 1e-6  # inputs of trained adapters are dropped out where the gradient is taken
     adapter, base = tensors_of(output / "checkpoint-000003" / "adapter"), tensors_of(tiny_dir("qwen3_moe"))
     assert len(adapter) == 2 * 4 * 4 and all(tensor.any() for tensor in adapter.values())
