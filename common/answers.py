@@ -23,11 +23,16 @@ def letters(text: str) -> set[str] | None:
     return set(parts) if parts and all(re.fullmatch("[a-z]", part) for part in parts) else None
 
 
+def beyond(found: set[str], num_choices: int | None) -> bool:
+    """Whether a letter names none of the choices; never where their number is not known."""
+    return bool(num_choices) and max(found) > chr(ord("a") + num_choices - 1)
+
+
 def choices(completion: str, num_choices: int | None = None) -> set[str] | None:
     """Letters in the last [ans] tag of an answer; None without a tag, or with anything in it that is no letter of a choice."""
     tags = TAG.findall(fold(completion))
     found = letters(tags[-1]) if tags else None
-    if found and num_choices and max(found) > chr(ord("a") + num_choices - 1):
+    if found and beyond(found, num_choices):
         return None
     return found
 
@@ -49,8 +54,7 @@ def gold_of(answer, num_choices: int | None = None) -> Gold:
     text = ",".join(map(str, parts))
     sets = [letters(part) for part in re.split(r"\s+or\s+", fold(text))]
     if all(sets):
-        largest = max(max(found) for found in sets)
-        if num_choices and largest > chr(ord("a") + num_choices - 1):
+        if beyond(set.union(*sets), num_choices):
             raise ValueError(f"column `answer` holds {answer!r}, but there are {num_choices} choices")
         return Gold(tuple(map(frozenset, sets)))
     value = number(text.rpartition("####")[2])

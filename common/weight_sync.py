@@ -175,14 +175,11 @@ class WeightSync:
         report.seconds = time.perf_counter() - started
         if dist.is_main():
             self._finish_statistics(report)
-            report.servers = [server.url for server in self.servers if server.version == version]
-            report.lost = {server.url: str(server.error) for server in self.servers if server.version != version}
-            report.boots = {server.url: server.boot for server in self.servers if server.version == version}
-            report.info = {
-                server.url: server.info | {"labels": server.prefix if server.has_labels else None}
-                for server in self.servers
-                if server.version == version
-            }
+            holding = [server for server in self.servers if server.version == version]
+            report.servers = [server.url for server in holding]
+            report.lost = {server.url: str(server.error) for server in self.servers if server not in holding}
+            report.boots = {server.url: server.boot for server in holding}
+            report.info = {server.url: server.info | {"labels": server.prefix if server.has_labels else None} for server in holding}
         dist.beat()
         return dist.broadcast_object(report)
 

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from common.answers import choices, letters
+from common.answers import beyond, choices, letters
 
 FORMAT_REWARD = 0.05
 
@@ -36,7 +36,7 @@ def check_letters(columns: dict) -> None:
     gold, listed = right_letters(columns.get("answer")), columns.get("choices")
     if not isinstance(listed, (list, tuple, type(None))):
         raise ValueError(f"column `choices` must be a list; it holds {listed!r}")
-    if listed and max(gold) > chr(ord("a") + len(listed) - 1):  # else no answer to it would ever be right
+    if beyond(gold, len(listed or ())):  # else no answer to it would ever be right
         raise ValueError(f"column `answer` holds {columns['answer']!r}, but there are {len(listed)} choices")
 
 

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 TIMEOUTS = Timeouts(call=60.0, bucket=15.0, join=60.0, health=5.0)
-NOISE = 0.06
+NOISE = 0.06  # of a token's log-probability between trainer and engine, both in bf16
 SHAPES = {
     "hidden_size": 512,
     "moe_intermediate_size": 256,

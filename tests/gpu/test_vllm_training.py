@@ -12,21 +12,13 @@ import pytest
 import torch
 
 from tests.conftest import read_metrics
+from tests.gpu.test_vllm_gpu import NOISE, SHAPES
 from tests.vllm_server import VllmServer, rollout_python
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
     pytest.mark.skipif(rollout_python() is None, reason="no vLLM: bash env/setup.sh rollout --device cuda"),
 ]
-NOISE = 0.06  # of a token's log-probability between trainer and engine, both in bf16
-SHAPES = {
-    "hidden_size": 512,
-    "moe_intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_experts": 16,
-    "num_experts_per_tok": 16,
-    "head_dim": 64,
-}
 REWARDS = """
 def vowels(prompts, completions, **_):
     return [sum(character in "aeiou" for character in text) / (len(text) + 1) for text in completions]
